@@ -1,0 +1,1 @@
+"""The mathematics of PPO, as pure functions of arrays and scalars."""

@@ -1,0 +1,1 @@
+"""Sampling: from logits to a token, and from prompts to responses."""
