@@ -107,6 +107,7 @@ class PPOConfig:
     clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]. dual_clip: bound for negative advantages; 0 is off.
     clip_value: clip range of the value loss; 0 is off.
     kl_coef: weight of the KL penalty inside the reward; kl_kind: its estimate, "k1", "k2", "k3" or "abs".
+    kl_target: KL to hold by adapting kl_coef; 0 keeps kl_coef fixed.
     kl_loss_coef, entropy_coef: weights of terms in the actor's loss.
     epochs, minibatches: passes over a rollout, and updates a pass. micro_tokens: tokens of one forward and backward pass.
     aggregation: how token losses are averaged. truncated: "terminal", "bootstrap" or "mask".
@@ -123,6 +124,7 @@ class PPOConfig:
     clip_value: float = 0.0
     kl_coef: float = 0.001
     kl_kind: str = "k1"
+    kl_target: float = 0.0
     kl_loss_coef: float = 0.0
     entropy_coef: float = 0.0
     epochs: int = 1
@@ -281,6 +283,7 @@ ALLOWED: dict[str, tuple[Any, str]] = {
     "ppo.clip_value": (lambda v: v >= 0, "at least 0 (0 is off)"),
     "ppo.kl_coef": (lambda v: v >= 0, "at least 0"),
     "ppo.kl_loss_coef": (lambda v: v >= 0, "at least 0"),
+    "ppo.kl_target": (lambda v: v >= 0, "at least 0 (0 keeps kl_coef fixed)"),
     "ppo.target_kl": (lambda v: v >= 0, "at least 0 (0 is off)"),
     "ppo.epochs": (lambda v: v >= 1, POSITIVE),
     "ppo.minibatches": (lambda v: v >= 1, POSITIVE),

@@ -111,6 +111,7 @@ class PackedBatch:
     segment_ids: 1, 2, ... within a row; 0 marks padding.
     targets:     the response token that follows this position, or 0.
     source:      index into the flattened [B, R] arrays of that response token, or -1.
+    last:        index of the sequence whose last token stands here, or -1; its value bootstraps a truncated response.
     """
 
     tokens: jax.Array | np.ndarray
@@ -118,6 +119,7 @@ class PackedBatch:
     segment_ids: jax.Array | np.ndarray
     targets: jax.Array | np.ndarray
     source: jax.Array | np.ndarray
+    last: jax.Array | np.ndarray
 
 
 @struct.dataclass

@@ -109,8 +109,7 @@ def load_params(
       InputError: naming file and tensor, if one is missing, unknown, of another shape or type, or cut short.
     """
     with TensorFiles(Path(directory)) as files:
-        shapes = jax.eval_shape(lambda: qwen.init(jax.random.key(0), config, head=head))
-        fresh_head = head == "score" and "score.weight" not in files.where
+        shapes, fresh_head = _shapes(config, head), _fresh_head(files, head)
         _check_tensors(files, shapes, config, fresh_head)
 
         def leaf(path, shape, sharding):
@@ -150,14 +149,33 @@ def save_params(params: Params, config: QwenConfig, directory: str | Path, *, dt
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     name = jnp.dtype(dtype).name
+    if source:
+        copy_description(source, beside)
     (beside / "config.json").write_text(json.dumps(_config_json(config, name, "score" in params, source), indent=2) + "\n")
-    for pattern in SIDE_FILES if source else ():
-        for file in Path(source).glob(pattern):  # type: ignore[arg-type]
-            shutil.copy(file, beside)
     _write_tensors(_tensors(params, config), jnp.dtype(dtype), beside)
     if directory.exists():
         directory.rmdir()
     beside.rename(directory)
+
+
+def copy_description(source: str | Path, directory: str | Path) -> None:
+    """Copies config.json, tokenizer, chat template and generation config, without the weights."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    for pattern in ("config.json", *SIDE_FILES):
+        for file in Path(source).glob(pattern):
+            shutil.copy(file, directory)
+
+
+def stored_dtype(directory: str | Path) -> str:
+    """The dtype in which a directory stores its embedding, "float32" or "bfloat16" (float16 and float64 widen to float32)."""
+    with TensorFiles(Path(directory)) as files:
+        return "bfloat16" if files.slice("model.embed_tokens.weight").get_dtype() == "BF16" else "float32"
+
+
+def check_params(directory: str | Path, config: QwenConfig, *, head: str = "lm_head") -> None:
+    """Raises what `load_params` would, from the headers alone."""
+    with TensorFiles(Path(directory)) as files:
+        _check_tensors(files, _shapes(config, head), config, _fresh_head(files, head))
 
 
 class TensorFiles:
@@ -280,6 +298,14 @@ def _untied_if_different(directory: Path, config: QwenConfig) -> QwenConfig:
             return config
     warnings.warn(f"{directory}: tie_word_embeddings is true but lm_head.weight differs from the embedding; keeping the separate head", stacklevel=3)
     return QwenConfig(**{**vars(config), "tie_word_embeddings": False})
+
+
+def _shapes(config: QwenConfig, head: str) -> Params:
+    return jax.eval_shape(lambda: qwen.init(jax.random.key(0), config, head=head))
+
+
+def _fresh_head(files: TensorFiles, head: str) -> bool:
+    return head == "score" and "score.weight" not in files.where
 
 
 def _row(path: tuple[Any, ...]) -> tuple[str, bool]:

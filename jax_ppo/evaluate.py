@@ -1,0 +1,170 @@
+"""Held-out accuracy: greedy, and of several samples a problem.
+
+    python -m jax_ppo.evaluate --config=configs/gsm8k.py --checkpoint=(WORKDIR | HF_DIRECTORY)
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ppo import sharding
+from jax_ppo.config import Config
+from jax_ppo.data import task as tasks
+from jax_ppo.data.task import Task
+from jax_ppo.models import hf
+from jax_ppo.rewards import gsm8k
+from jax_ppo.rollout.engine import Engine
+from jax_ppo.runtime import checkpoint, cli, hub, metrics, report
+from jax_ppo.steps import Steps
+from jax_ppo.types import Params, Prompts, Rollout
+
+RULES = ("strict", "flexible", "verl")
+
+
+def make_engine(config: Config, steps: Steps, task: Task) -> Engine:
+    """The sampling engine of a run, the same for training and evaluation."""
+    shards = sharding.row_shards(steps.mesh)
+    slots = config.rollout.slots or config.sequences
+    return Engine(
+        prefill=steps.prefill,
+        decode=steps.decode,
+        widen=steps.widen,
+        slots=-(-slots // shards) * shards,
+        prompt_width=task.prompt_width,
+        limit=config.rollout.max_response_tokens,
+        segment=config.rollout.segment,
+        end_ids=task.end_ids,
+        pad_id=task.pad_id,
+    )
+
+
+def evaluate(
+    config: Config,
+    engine: Engine,
+    params: Params,
+    weights: Params,
+    task: Task,
+    *,
+    limit: int,
+    samples: int,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Answers the held-out problems.
+
+    Args:
+      config:   the run.
+      engine:   from `make_engine`.
+      params, weights: the actor, for prefill and for decoding.
+      task:     problems and tokenizer.
+      limit:    the first problems only; 0 means all.
+      samples:  sampled responses a problem, at `rollout.temperature`, beside the greedy one.
+      progress: called with (responses done, all).
+
+    Returns:
+      Metrics by name, and the result as `eval/NNNNNN.json` stores it. The denominator is the number of problems.
+    """
+    prompts = task.held_out(limit)
+    key = jax.random.key(config.train.seed)
+    greedy = engine.generate(params, weights, prompts, key, temperature=0.0, progress=progress)
+    right = _grade(task, prompts, greedy)
+    count = len(prompts.problems)
+    truncated = float(np.mean(~greedy.finished))
+    # The run's own rule is `acc`; the other two stand beside it under their names.
+    headline = {"acc": config.reward.method, "acc_flexible": "flexible", "acc_verl": "verl"}
+    result: dict[str, Any] = {
+        "dataset": task.name,
+        "count": count,
+        "accuracy": {rule: float(x.mean()) for rule, x in right.items()},
+        "standard_error": {rule: _standard_error(x) for rule, x in right.items()},
+        "truncated_share": truncated,
+        "response_tokens_mean": float(greedy.lengths.mean()),
+    }
+    named = {f"val-core/{task.name}/{name}/mean@1": result["accuracy"][rule] for name, rule in headline.items()}
+    named[f"val-aux/{task.name}/truncated_frac"] = truncated
+    if samples:
+        many = Prompts(prompts.problems * samples, prompts.tokens * samples, np.arange(count * samples))
+        drawn = engine.generate(params, weights, many, jax.random.fold_in(key, 1), temperature=config.rollout.temperature)
+        each = _grade(task, many, drawn)[config.reward.method].reshape(samples, count)
+        result |= {"samples": samples, "sampled_mean": float(each.mean()), "sampled_best": float(each.max(axis=0).mean())}
+        named[f"val-core/{task.name}/acc/mean@{samples}"] = result["sampled_mean"]
+        named[f"val-core/{task.name}/acc/best@{samples}"] = result["sampled_best"]
+    return named, result
+
+
+def _grade(task: Task, prompts: Prompts, rollout: Rollout) -> dict[str, np.ndarray]:
+    texts = task.text(rollout.tokens, rollout.lengths)
+    return {
+        rule: np.array([gsm8k.score(text, p.answer, method=rule) for text, p in zip(texts, prompts.problems, strict=True)])
+        for rule in RULES
+    }
+
+
+def _standard_error(x: np.ndarray) -> float:
+    return math.sqrt(float(x.mean()) * (1.0 - float(x.mean())) / len(x))
+
+
+def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
+    """Evaluates a checkpoint on all held-out problems, prints a table and writes `eval/*.json`.
+
+    Args:
+      config:          data, prompt format and response limit.
+      checkpoint_path: workdir of a run, whose newest checkpoint is taken, or a Hugging Face directory or hub id.
+      workdir:         where the result of a Hugging Face model goes; that of a run goes beside its checkpoints.
+
+    Returns:
+      The result.
+
+    Raises:
+      InputError: for anything wrong in the configuration, the data or the checkpoint.
+    """
+    trained = Path(checkpoint_path).expanduser().absolute()
+    is_run = (trained / "checkpoints").is_dir()
+    directory = trained / "model" if is_run else hub.model_directory(checkpoint_path, key="model.path")
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    model, task = hf.load_config(directory), tasks.load(config, directory)
+    steps = Steps(config, model, model, mesh)
+    with jax.set_mesh(mesh), report.Display(0) as display:
+        if is_run:
+            saved = checkpoint.Checkpoints(trained, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best)
+            iteration, params = saved.restore_params(checkpoint.abstract(steps.actor.typed_shapes(config.model.param_dtype), steps.actor.shardings))
+        else:
+            iteration = 0
+            params = hf.load_params(directory, model, dtype=config.model.param_dtype, shardings=steps.actor.shardings)
+        named, result = evaluate(
+            config,
+            make_engine(config, steps, task),
+            params,
+            steps.decode_weights(params),
+            task,
+            limit=0,
+            samples=config.eval.samples,
+            progress=lambda done, total: display.stage("evaluation", done, total),
+        )
+    file = (trained if is_run else workdir) / "eval" / f"{iteration:06d}-full.json"
+    metrics.replace_file(file, json.dumps({"iteration": iteration, "checkpoint": checkpoint_path, **result}, indent=2) + "\n")
+    rows = [(f"{rule} accuracy", f"{x:.4f} +- {result['standard_error'][rule]:.4f}") for rule, x in result["accuracy"].items()]
+    if "samples" in result:
+        rows += [(f"mean and best of {result['samples']} samples", f"{result['sampled_mean']:.4f}, {result['sampled_best']:.4f}")]
+    rows += [("truncated", f"{result['truncated_share']:.4f}"), ("problems", str(result["count"])), ("written to", str(file))]
+    report.start_table(rows, f"{task.name}: {checkpoint_path}, iteration {iteration}")
+    return result
+
+
+def main(argv: list[str]) -> int:
+    """Parses the command line and evaluates; returns the exit code."""
+    return cli.main(
+        argv,
+        lambda config, values: run(config, values.checkpoint, values.workdir),
+        module="jax_ppo.evaluate",
+        strings={"checkpoint": "workdir of a run, or a Hugging Face directory"},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,228 @@
+"""What is done with a rollout: experience, then epochs x minibatches x micro-batches of updates for both networks.
+
+Host code around the jitted functions of `jax_ppo.steps`; everything runs on packed rows of one fixed shape.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo import sharding
+from jax_ppo.config import Config
+from jax_ppo.ppo import losses, packing, update
+from jax_ppo.steps import Network, Steps
+from jax_ppo.types import Experience, InputError, PackedBatch, Params, Prompts, Rollout, RunError, TrainState
+
+Clock = Callable[[str], AbstractContextManager[Any]]
+
+
+def row_shape(config: Config, prompt_width: int, shards: int) -> tuple[int, int]:
+    """(N, L) of a micro-batch: rows that hold the longest sequence, as many as `ppo.micro_tokens` allows on these shards.
+
+    Raises:
+      InputError: if there are not enough tokens for one row a shard.
+    """
+    length = -(-(prompt_width + config.rollout.max_response_tokens) // 8) * 8
+    rows = config.ppo.micro_tokens // length // shards * shards
+    if rows == 0:
+        raise InputError(
+            f"config.ppo.micro_tokens={config.ppo.micro_tokens}: must hold one row of {length} tokens on each of the"
+            f" {shards} row shards of the mesh, {length * shards}"
+        )
+    return rows, length
+
+
+class Learner:
+    """Both networks, and PPO on them.
+
+    actor, critic: train states; replaced by every update.
+    reference:     parameters of the reference policy, or None where no KL is asked for.
+    """
+
+    def __init__(self, config: Config, steps: Steps, shape: tuple[int, int], actor: TrainState, critic: TrainState, reference: Params | None):
+        """Args: the run, its jitted functions, (N, L) of a micro-batch, and the networks."""
+        self.config, self.steps, self.shape = config, steps, shape
+        self.actor, self.critic, self.reference = actor, critic, reference
+        self._everywhere = sharding.replicated(steps.mesh)
+        self._rows = sharding.rows(steps.mesh)
+
+    def experience(
+        self, prompts: Prompts, rollout: Rollout, scores: np.ndarray, kl_coef: float, clock: Clock = nullcontext
+    ) -> tuple[Experience, dict[str, Any]]:
+        """Old and reference log-probabilities, values, token rewards and advantages of a rollout.
+
+        Args:
+          prompts: B prompts.
+          rollout: B responses.
+          scores:  [B] float32.
+          kl_coef: weight of the KL penalty in this iteration.
+          clock:   clock(stage) is a context that times a stage.
+
+        Returns:
+          The experience, and metrics.
+        """
+        batches = list(self.packed(prompts, rollout, np.arange(len(scores))))
+        zeros = lambda *shape: jax.device_put(jnp.zeros(shape), self._everywhere)  # noqa: E731
+        shape = rollout.tokens.shape
+        with clock("old_log_prob"):
+            old, entropy = zeros(*shape), zeros(*shape)
+            for batch in batches:
+                old, entropy = self.steps.score_policy(self.actor.params, batch, old, entropy)
+            jax.block_until_ready(old)
+        with clock("ref"):
+            reference = old
+            if self.reference is not None:
+                reference, unused = zeros(*shape), zeros(*shape)
+                for batch in batches:
+                    reference, unused = self.steps.score_policy(self.reference, batch, reference, unused)
+            jax.block_until_ready(reference)
+        with clock("values"):
+            values, after = zeros(*shape), zeros(shape[0])
+            for batch in batches:
+                values, after = self.steps.score_values(self.critic.params, batch, values, after)
+            jax.block_until_ready(values)
+        with clock("adv"):
+            mask = rollout.mask
+            counted = mask & rollout.finished[:, None] if self.config.ppo.truncated == "mask" else mask
+            policy = losses.aggregation_weights(jnp.asarray(counted), self.config.ppo.aggregation, norm=shape[1])
+            made = self.steps.experience(
+                jnp.asarray(scores, jnp.float32),
+                jnp.asarray(mask, jnp.float32),
+                jnp.asarray(rollout.finished),
+                policy,
+                old,
+                reference,
+                values,
+                after,
+                jnp.float32(kl_coef),
+            )
+            experience, metrics = made[0], {k: float(v) for k, v in jax.device_get(made[1]).items()}
+        probabilities = np.abs(np.exp(np.asarray(old)) - np.exp(rollout.logprobs))[mask]
+        metrics |= {
+            "actor/entropy": float(np.asarray(entropy)[mask].mean()),
+            "training/rollout_probs_diff_mean": float(probabilities.mean()),
+            "training/rollout_probs_diff_max": float(probabilities.max()),
+            "perf/packing_fill": packing.fill(batches),
+        }
+        if self.reference is None:
+            del metrics["actor/reward_kl_penalty"], metrics["actor/reward_kl_penalty_coeff"]
+        return experience, metrics
+
+    def update(
+        self,
+        prompts: Prompts,
+        rollout: Rollout,
+        experience: Experience,
+        iteration: int,
+        clock: Clock = nullcontext,
+        progress: Callable[[str, int, int], Any] = lambda stage, done, total: None,
+    ) -> dict[str, Any]:
+        """Trains the actor, then the critic; they share nothing but the experience, so the order does not matter.
+
+        Args:
+          prompts, rollout, experience: of this iteration.
+          iteration: from 1; with the seed it gives the order of the sequences in each epoch.
+          clock:     clock(stage) is a context that times a stage.
+          progress:  called with (stage, minibatches done, all).
+
+        Returns:
+          Metrics.
+
+        Raises:
+          RunError: if too many gradients in a row were not finite.
+        """
+        ppo, metrics = self.config.ppo, {}
+        minibatches = list(self._minibatches(len(prompts.tokens), iteration))
+        policy = np.asarray(experience.policy)
+        if iteration > ppo.critic_warmup:
+
+            def actor_counts(chosen):
+                tokens, sequences = np.sum(policy[chosen] > 0), np.sum(np.any(policy[chosen] > 0, axis=1))
+                total = losses.aggregation_total(float(tokens), float(sequences), ppo.aggregation)
+                return jnp.float32(total), jnp.float32(max(tokens, 1))
+
+            with clock("update_actor"):
+                self.actor, parts = self._epochs(
+                    "actor", self.steps.actor, self.steps.update_actor, self.actor, minibatches, actor_counts, prompts, rollout, experience, progress
+                )
+            metrics |= _summary(parts)
+            first = parts[0]
+            metrics["training/first_ratio_dev_max"] = max(abs(first["actor/ratio/min"] - 1), abs(first["actor/ratio/max"] - 1))
+        with clock("update_critic"):
+            self.critic, parts = self._epochs(
+                "critic",
+                self.steps.critic,
+                self.steps.update_critic,
+                self.critic,
+                minibatches,
+                lambda chosen: (jnp.float32(rollout.lengths[chosen].sum()),),
+                prompts,
+                rollout,
+                experience,
+                progress,
+            )
+        metrics |= _summary(parts)
+        for name, state in (("actor", self.actor), ("critic", self.critic)):
+            if int(state.skipped) >= self.config.train.max_skipped:
+                raise RunError(f"iteration {iteration}: {int(state.skipped)} gradients of the {name} in a row were not finite")
+        return metrics
+
+    def packed(self, prompts: Prompts, rollout: Rollout, chosen: np.ndarray) -> Iterator[PackedBatch]:
+        """Micro-batches of the chosen sequences, on their devices."""
+        rows, length = self.shape
+        for batch in packing.layout(prompts.tokens, rollout.tokens, rollout.lengths, chosen, rows=rows, row_length=length):
+            yield jax.device_put(batch, self._rows)
+
+    def _minibatches(self, count: int, iteration: int) -> Iterator[np.ndarray]:
+        """The sequences of each update, shuffled afresh in each epoch."""
+        for epoch in range(self.config.ppo.epochs):
+            order = np.random.default_rng([self.config.train.seed, iteration, epoch]).permutation(count)
+            yield from np.split(order, self.config.ppo.minibatches)
+
+    def _epochs(
+        self,
+        name: str,
+        network: Network,
+        accumulate: Callable[..., Any],
+        state: TrainState,
+        minibatches: Sequence[np.ndarray],
+        counts: Callable[[np.ndarray], tuple[jax.Array, ...]],
+        prompts: Prompts,
+        rollout: Rollout,
+        experience: Experience,
+        progress: Callable[[str, int, int], Any],
+    ) -> tuple[TrainState, list[dict[str, float]]]:
+        """One network over all minibatches. Returns its state and the metrics of each update."""
+        updates = []
+        for done, chosen in enumerate(minibatches, start=1):
+            grads, parts = network.zeros(state.params), []
+            for batch in self.packed(prompts, rollout, chosen):
+                grads, part = accumulate(state.params, grads, batch, experience, *counts(chosen))
+                parts.append(part)
+            state, applied = network.apply(state, grads)
+            updates.append((parts, {f"{name}/{key}": value for key, value in applied.items()}))
+            progress(f"update {name}", done, len(minibatches))
+            if name == "actor" and self.config.ppo.target_kl:
+                kl = sum(float(part["actor/ppo_kl"]) for part in parts)
+                if kl > self.config.ppo.target_kl:
+                    break
+        return state, [_merge(parts) | {k: float(v) for k, v in applied.items()} for parts, applied in jax.device_get(updates)]
+
+
+def _merge(parts: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Metrics of a minibatch from those of its micro-batches."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = update.combine(total, part)
+    return {name: float(value) for name, value in total.items()}
+
+
+def _summary(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of an iteration from those of its updates: means, but extremes, counts and the last learning rate as such."""
+    rules: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "skipped": sum, "lr": lambda x: x[-1]}
+    columns = {name: [u[name] for u in updates] for name in updates[0]}
+    return {name: float(rules.get(name.rsplit("/", 1)[1], np.mean)(column)) for name, column in columns.items()}

@@ -1,0 +1,90 @@
+"""AdamW with clipping and a schedule counted in updates, and the guard against non-finite gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_ppo.types import Params, TrainState
+
+
+def schedule(lr: float, *, warmup: int, kind: str, total: int) -> optax.Schedule:
+    """Learning rate by update: 0 to `lr` over `warmup` updates, then "constant", or "linear" or "cosine" down to 0 at `total`.
+
+    Args:
+      lr:     the peak.
+      warmup: updates, below `total` unless the schedule is constant.
+      kind:   the shape after the warmup.
+      total:  updates of the whole run.
+    """
+    rest = max(total - warmup, 1)
+    after = {
+        "constant": lambda: optax.constant_schedule(lr),
+        "linear": lambda: optax.linear_schedule(lr, 0.0, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(lr, rest),
+    }[kind]()
+    # The first update of a warmup moves already: update i (from 0) has lr (i + 1) / warmup.
+    rise = lambda count: lr * (count + 1) / max(warmup, 1)  # noqa: E731
+    return optax.join_schedules([rise, after], [warmup])
+
+
+def optimizer(
+    learning_rate: optax.Schedule, *, clip_norm: float, b1: float, b2: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """Clip by global norm, Adam with epsilon 1e-8 outside the root, decoupled weight decay on matrices only.
+
+    Args:
+      learning_rate: from `schedule`.
+      clip_norm:     largest global gradient norm; 0 is off.
+      b1, b2:        Adam's decay rates.
+      weight_decay:  decoupled decay per unit of learning rate.
+    """
+    matrices = lambda params: jax.tree_util.tree_map_with_path(lambda p, _: p[-1].key in ("kernel",), params)  # noqa: E731
+    return optax.chain(
+        optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
+        optax.scale_by_adam(b1, b2, eps=1e-8),
+        optax.add_decayed_weights(weight_decay, matrices) if weight_decay else optax.identity(),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def start(params: Params, transform: optax.GradientTransformation) -> TrainState:
+    """A fresh train state around `params`."""
+    return TrainState(params, transform.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+
+
+def apply(
+    state: TrainState, grads: Params, transform: optax.GradientTransformation, learning_rate: optax.Schedule
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One update, or none: a non-finite gradient leaves weights and moments as they are, and is counted.
+
+    Args:
+      state:         the network.
+      grads:         summed gradients, the tree of the parameters.
+      transform:     from `optimizer`.
+      learning_rate: from `schedule`, for the metric.
+
+    Returns:
+      The new state, and {"grad_norm", "lr", "skipped", "update_ratio"}; update_ratio is |update| / |params|.
+    """
+    norm = optax.global_norm(grads)
+    good = jnp.isfinite(norm)
+    # Zeros instead of the gradient keep NaN out of the arithmetic; its results are thrown away.
+    safe = jax.tree.map(lambda g, p: jnp.where(good, g, 0.0).astype(p.dtype), grads, state.params)
+    updates, opt_state = transform.update(safe, state.opt_state, state.params)
+    keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)  # noqa: E731
+    size = optax.global_norm(updates) / jnp.maximum(optax.global_norm(state.params), 1e-30)
+    new = TrainState(
+        params=keep(optax.apply_updates(state.params, updates), state.params),
+        opt_state=keep(opt_state, state.opt_state),
+        updates=state.updates + good.astype(jnp.int32),
+        skipped=jnp.where(good, 0, state.skipped + 1),
+    )
+    metrics: dict[str, Any] = {
+        "grad_norm": norm,
+        "lr": jnp.asarray(learning_rate(state.updates), jnp.float32),
+        "skipped": 1.0 - good.astype(jnp.float32),
+        "update_ratio": jnp.where(good, size, 0.0),
+    }
+    return new, metrics

@@ -1,0 +1,210 @@
+"""Every jitted function of a run, with its shardings and donations: the only place with `jax.jit`."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_ppo import sharding
+from jax_ppo.config import Config, OptimConfig
+from jax_ppo.models import qwen
+from jax_ppo.models.layers import QwenConfig
+from jax_ppo.ppo import optimizer, update
+from jax_ppo.rollout import decoding
+from jax_ppo.types import Params, TrainState
+
+
+def compute_dtype(name: str) -> Any:
+    """The dtype of matmuls and cache; "auto" is bfloat16 on accelerators, float32 on a CPU."""
+    if name == "auto":
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return jnp.dtype(name)
+
+
+class Network:
+    """One network in training: where its parameters live, its optimizer, its jitted steps.
+
+    The objective of a micro-batch is a sum divided by a count of the whole minibatch, so `accumulate` adds gradients and
+    `apply` uses the sum; any number of micro-batches runs the same two programs.
+    """
+
+    def __init__(self, config: Config, model: QwenConfig, mesh: Mesh, optim: OptimConfig, head: str, total_updates: int):
+        """Builds the functions; nothing is compiled before it is called.
+
+        Args:
+          config:        the run.
+          model:         shape of this network.
+          mesh:          where it lives.
+          optim:         its optimizer.
+          head:          "lm_head" or "score".
+          total_updates: length of the learning-rate schedule.
+        """
+        self.model, self.mesh = model, mesh
+        self.dtype = compute_dtype(config.model.compute_dtype)
+        self.method, self.remat = config.model.attention, config.model.remat
+        self.shapes = jax.eval_shape(lambda: qwen.init(jax.random.key(0), model, head=head))
+        self.shardings = sharding.parameter_specs(self.shapes, mesh)
+        self.rate = optimizer.schedule(optim.lr, warmup=optim.warmup, kind=optim.schedule, total=total_updates)
+        self.transform = optimizer.optimizer(
+            self.rate, clip_norm=optim.clip_norm, b1=optim.b1, b2=optim.b2, weight_decay=optim.weight_decay
+        )
+        self.state_shardings = self._state_shardings()
+        self.start = jax.jit(partial(optimizer.start, transform=self.transform), out_shardings=self.state_shardings, donate_argnums=0)
+        self.zeros = jax.jit(
+            lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), out_shardings=self.shardings
+        )
+        self.apply = jax.jit(
+            lambda state, grads: optimizer.apply(state, grads, self.transform, self.rate),
+            out_shardings=(self.state_shardings, sharding.replicated(mesh)),
+            donate_argnums=0,
+        )
+
+    def forward(self, params: Params, batch: Any) -> jax.Array:
+        """Final hidden states of packed rows, [N, L, D]."""
+        hidden, _ = qwen.hidden_states(
+            params,
+            self.model,
+            jnp.asarray(batch.tokens),
+            jnp.asarray(batch.positions),
+            jnp.asarray(batch.segment_ids),
+            dtype=self.dtype,
+            method=self.method,
+            remat=self.remat,
+        )
+        return hidden
+
+    def typed_shapes(self, dtype: Any) -> Params:
+        """Shapes of the parameters in this dtype."""
+        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(dtype)), self.shapes)
+
+    def state_shapes(self, dtype: Any) -> TrainState:
+        """Shapes of a train state whose parameters have this dtype."""
+        return jax.eval_shape(partial(optimizer.start, transform=self.transform), self.typed_shapes(dtype))
+
+    def accumulator(self, objective: Any) -> Any:
+        """Jits (params, grads, batch, *rest) -> (grads + gradient, metrics of this micro-batch); grads are donated."""
+
+        def accumulate(params, grads, batch, *rest):
+            gradient, metrics = jax.grad(objective, has_aux=True)(params, self.forward, batch, *rest)
+            return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, gradient), metrics
+
+        return jax.jit(accumulate, out_shardings=(self.shardings, sharding.replicated(self.mesh)), donate_argnums=1)
+
+    def _state_shardings(self) -> TrainState:
+        everywhere = sharding.replicated(self.mesh)
+        moments = optax.tree_utils.tree_map_params(
+            self.transform,
+            lambda _, s: s,
+            jax.eval_shape(self.transform.init, self.shapes),
+            self.shardings,
+            transform_non_params=lambda _: everywhere,
+        )
+        return TrainState(self.shardings, moments, everywhere, everywhere)
+
+
+class Steps:
+    """The jitted functions of a run.
+
+    actor, critic:  the two networks in training.
+    decode_weights: actor params -> weights of the token loop.
+    prefill, decode, widen: see `jax_ppo.rollout.decoding`.
+    score_policy:   (params, batch, logprobs, entropy) -> the two [B, R] arrays with this micro-batch's tokens filled in.
+    score_values:   (params, batch, values, after) -> the same for values [B, R], and [B] behind the last token.
+    experience:     see `jax_ppo.ppo.update.make_experience`.
+    update_actor, update_critic: accumulate a micro-batch.
+    """
+
+    def __init__(self, config: Config, actor: QwenConfig, critic: QwenConfig, mesh: Mesh):
+        """Builds the functions for a configuration, the shapes of both networks, and a mesh."""
+        self.mesh = mesh
+        critic_updates, warmup = config.total_updates, min(config.ppo.critic_warmup, config.train.iterations)
+        actor_updates = critic_updates - warmup * config.updates_per_iteration
+        self.actor = Network(config, actor, mesh, config.actor_optim, "lm_head", actor_updates)
+        self.critic = Network(config, critic, mesh, config.critic_optim, "score", critic_updates)
+        self._rollout(actor)
+        self._scoring(config)
+        self._updates(config)
+
+    def _rollout(self, model: QwenConfig) -> None:
+        net, mesh = self.actor, self.mesh
+        self.decode_weights = jax.jit(
+            partial(qwen.decode_weights, config=model, dtype=net.dtype), out_shardings=decode_shardings(net.shapes, model, mesh)
+        )
+        prefill = partial(decoding.prefill, config=model, dtype=net.dtype, method=net.method)
+        run = lambda params, tokens, lengths, rows, live, sampling, width, limit: prefill(  # noqa: E731
+            params, tokens=tokens, lengths=lengths, rows=rows, live=live, sampling=sampling, width=width, limit=limit
+        )
+        places = slot_shardings(model, mesh)
+        self.prefill = jax.jit(run, static_argnames=("width", "limit"), out_shardings=places)
+        self.decode = jax.jit(
+            lambda weights, slots, sampling: decoding.segment(weights, model, slots, sampling, dtype=net.dtype),
+            out_shardings=places,
+            donate_argnums=1,
+        )
+        self.widen = jax.jit(decoding.widen, static_argnames="width", out_shardings=places)
+
+    def _scoring(self, config: Config) -> None:
+        everywhere = sharding.replicated(self.mesh)
+
+        def score_policy(params, batch, logprobs, entropy):
+            new, ent = update.policy_scores(self.actor.forward, params, batch, temperature=config.rollout.temperature)
+            return update.scatter(logprobs, new, batch.source), update.scatter(entropy, ent, batch.source)
+
+        def score_values(params, batch, values, after):
+            new = qwen.values(params, self.critic.forward(params, batch))
+            return update.scatter(values, new, batch.source), update.scatter(after, new, batch.last)
+
+        ppo = config.ppo
+        experience = partial(
+            update.make_experience,
+            gamma=ppo.gamma,
+            lam_actor=ppo.lam_actor,
+            lam_critic=ppo.lam_critic,
+            kl_kind=ppo.kl_kind,
+            bootstrap_truncated=ppo.truncated == "bootstrap",
+        )
+        self.score_policy = jax.jit(score_policy, out_shardings=everywhere, donate_argnums=(2, 3))
+        self.score_values = jax.jit(score_values, out_shardings=everywhere, donate_argnums=(2, 3))
+        self.experience = jax.jit(experience, out_shardings=everywhere)
+
+    def _updates(self, config: Config) -> None:
+        ppo = config.ppo
+        actor_objective = partial(
+            update.actor_objective,
+            temperature=config.rollout.temperature,
+            clip_low=ppo.clip_low,
+            clip_high=ppo.clip_high,
+            dual_clip=ppo.dual_clip or None,
+            entropy_coef=ppo.entropy_coef,
+            kl_loss_coef=ppo.kl_loss_coef,
+            kl_kind=ppo.kl_kind,
+        )
+        self.update_actor = self.actor.accumulator(actor_objective)
+        self.update_critic = self.critic.accumulator(partial(update.critic_objective, clip=ppo.clip_value or None))
+
+
+def decode_shardings(shapes: Params, model: QwenConfig, mesh: Mesh) -> Params:
+    """Where the weights of the token loop live: as the parameters, but whole over `fsdp`, and a list of layers."""
+    specs = sharding.decode_specs(shapes, mesh)
+    one_layer = jax.tree.map(lambda s: NamedSharding(mesh, PartitionSpec(*s.spec[1:])), specs["model"]["layers"])
+    return {**specs, "model": {**specs["model"], "layers": [one_layer] * model.num_hidden_layers}}
+
+
+def slot_shardings(model: QwenConfig, mesh: Mesh) -> decoding.Slots:
+    """Where the rows being decoded live: rows over `data` and `fsdp`, heads of the cache over `tensor`."""
+    split, everywhere = sharding.rows(mesh), sharding.replicated(mesh)
+    cache = NamedSharding(mesh, PartitionSpec(sharding.ROWS, None, "tensor"))
+    return decoding.Slots(
+        cache=[(cache, cache)] * model.num_hidden_layers,
+        prompts=split,
+        rows=split,
+        column=everywhere,
+        count=everywhere,
+        tokens=split,
+        logprobs=split,
+        lengths=split,
+        done=split,
+    )

@@ -1,0 +1,261 @@
+"""A whole run: start or resume, then from prompts to updated weights, again and again."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ppo import warmstart
+from jax_ppo.config import Config, to_dict
+from jax_ppo.data import task as tasks
+from jax_ppo.evaluate import evaluate, make_engine
+from jax_ppo.job import Job, prepare, write_start
+from jax_ppo.learner import Learner
+from jax_ppo.models import hf
+from jax_ppo.ppo.advantages import adapt_kl_coef
+from jax_ppo.runtime import checkpoint, forecast, metrics, report
+from jax_ppo.steps import Steps
+from jax_ppo.types import Params, Prompts, Rollout, TrainState
+
+
+def run(config: Config, workdir: Path) -> dict[str, Any]:
+    """Trains, or continues to train.
+
+    Args:
+      config:  the resolved configuration.
+      workdir: where everything goes.
+
+    Returns:
+      The metrics of the last iteration of this call; empty if there was nothing left to do.
+
+    Raises:
+      InputError: before weights are loaded, for anything wrong in configuration, data or model files.
+      RunError:   for a failure while running.
+    """
+    job = prepare(config, workdir)
+    with jax.set_mesh(job.mesh), _signals() as stopped, report.Display(config.train.iterations) as display:
+        return Trainer(job, display).train(stopped)
+
+
+class Trainer:
+    """A run in progress.
+
+    learner: both networks and the reference.
+    done:    iterations done.
+    kl_coef: weight of the KL penalty; adapted where `ppo.kl_target` is set.
+    wall:    seconds of the run so far, earlier processes included.
+    """
+
+    def __init__(self, job: Job, display: report.Display):
+        """Shows what will be done, then loads the networks or restores them."""
+        config = job.config
+        self.job, self.config, self.task, self.display = job, config, job.task, display
+        self.steps = Steps(config, job.actor, job.critic, job.mesh)
+        self.engine = make_engine(config, self.steps, job.task)
+        self.saved = checkpoint.Checkpoints(job.workdir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best)
+        self.done, self.kl_coef, self.wall, self.seconds = 0, config.ppo.kl_coef, 0.0, {}
+        report.start_table(forecast.overview(config, self.steps, self.task, job.shape), f"jax_ppo: {job.workdir}", console=display.console)
+        for note in self.task.notes:
+            display.say(note, "yellow")
+        actor, critic = self._restore() if job.resuming else self._begin()
+        self.learner = Learner(config, self.steps, job.shape, actor, critic, self._reference())
+        if self.done == 0 and not job.resuming and config.warmstart.steps:
+            self._save(0, None)
+
+    def train(self, stopped: list[int]) -> dict[str, Any]:
+        """The loop. Ends early, saved, once `stopped` holds a signal."""
+        config, last = self.config, {}
+        options = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb, "config": to_dict(config)}
+        with metrics.Writer(self.job.workdir, resume_after=self.done, **options) as writer:
+            if self.done == 0 and config.eval.every and config.eval.at_start:
+                self._show(writer, 0, self._evaluate(0))
+            for i in range(self.done + 1, config.train.iterations + 1):
+                last = self.iterate(i)
+                stop = bool(stopped) or i == config.train.iterations
+                if config.eval.every and (i % config.eval.every == 0 or i == config.train.iterations):
+                    last |= self._evaluate(i)
+                if stop or i % config.checkpoint.every == 0:
+                    self._save(i, last.get(f"val-core/{self.task.name}/acc/mean@1"))
+                last |= self._timings()
+                self._show(writer, i, last)
+                if stopped and i < config.train.iterations:
+                    self.display.say(f"signal {stopped[0]}: saved iteration {i}; the same command continues", "yellow")
+                    break
+        self.saved.close()
+        report.write_report(self.job.workdir)
+        if not last:
+            self.display.say(f"iteration {self.done} of {config.train.iterations} is done; raise config.train.iterations to go on")
+        return last
+
+    def iterate(self, i: int) -> dict[str, Any]:
+        """One iteration: prompts, responses, scores, experience, updates. Returns its metrics."""
+        config, start = self.config, time.monotonic()
+        self.seconds = {}
+        prompts = self.task.batch(i, batch=config.rollout.batch, n=config.rollout.n, seed=config.train.seed)
+        with self._profiled(i):
+            with self._clock("gen"):
+                rollout = self._generate(i, prompts)
+            with self._clock("reward"):
+                texts = self.task.text(rollout.tokens, rollout.lengths)
+                scores = self.job.scorer(prompts.problems, texts, rollout.lengths, rollout.finished)
+            experience, measured = self.learner.experience(prompts, rollout, scores, self.kl_coef, self._clock)
+            stage = self.display.stage
+            measured |= self.learner.update(prompts, rollout, experience, i, self._clock, stage)
+        if config.ppo.kl_target:
+            kl = measured["actor/reward_kl_penalty"]
+            self.kl_coef = adapt_kl_coef(self.kl_coef, kl, target=config.ppo.kl_target, count=len(scores))
+        self.seconds["step"] = time.monotonic() - start
+        self._write_samples(i, prompts, rollout, texts, scores)
+        self.done = i
+        return measured | self._lengths(i, prompts, rollout)
+
+    def _generate(self, i: int, prompts: Prompts) -> Rollout:
+        params = self.learner.actor.params
+        key = jax.random.fold_in(jax.random.key(self.config.train.seed), i)
+        return self.engine.generate(
+            params,
+            self.steps.decode_weights(params),
+            prompts,
+            key,
+            temperature=self.config.rollout.temperature,
+            progress=lambda done, total: self.display.stage("rollout", done, total),
+        )
+
+    def _begin(self) -> tuple[TrainState, TrainState]:
+        """Both networks from their directories, the actor after its warm start."""
+        job, dtype = self.job, self.config.model.param_dtype
+        params = hf.load_params(job.source, job.actor, dtype=dtype, shardings=self.steps.actor.shardings)
+        if self.config.warmstart.steps:
+            params = self._warm_start(params)
+        write_start(job, params)
+        source = job.critic_source or (job.start if self.config.warmstart.steps else job.source)
+        critic = hf.load_params(source, job.critic, dtype=dtype, shardings=self.steps.critic.shardings, head="score")
+        return self.steps.actor.start(params), self.steps.critic.start(critic)
+
+    def _warm_start(self, params: Params) -> Params:
+        bar = self.display.bar("warm start", self.config.warmstart.steps)
+        prompts, responses = tasks.demonstrations(self.config, self.task)
+        began = time.monotonic()
+        params, loss = warmstart.warm_start(
+            self.config, self.job.actor, self.job.mesh, params, prompts, responses, self.job.shape, bar
+        )
+        self.display.say(f"warm start: {self.config.warmstart.steps} updates, loss {loss:.3f}, {time.monotonic() - began:.0f} s")
+        return params
+
+    def _restore(self) -> tuple[TrainState, TrainState]:
+        networks = (self.steps.actor, self.steps.critic)
+        dtype = self.config.model.param_dtype
+        wanted = [checkpoint.abstract(n.state_shapes(dtype), n.state_shardings) for n in networks]
+        self.done, actor, critic, rest, skipped = self.saved.restore(*wanted)
+        for line in skipped:
+            self.display.say(f"{line}; going back to {self.done}", "bold red")
+        self.saved.discard_after(self.done)
+        self.kl_coef, self.wall = rest["kl_coef"], rest["wall"]
+        self.display.say(f"continuing after iteration {self.done}")
+        return actor, critic
+
+    def _reference(self) -> Params | None:
+        """The policy of the start, in the dtype it is stored in, so that its log-probabilities are those of the actor then."""
+        if not self.job.needs_reference:
+            return None
+        dtype = hf.stored_dtype(self.job.start)
+        return hf.load_params(self.job.start, self.job.actor, dtype=dtype, shardings=self.steps.actor.shardings)
+
+    def _evaluate(self, i: int) -> dict[str, Any]:
+        params = self.learner.actor.params
+        with self._clock("testing"):
+            named, result = evaluate(
+                self.config,
+                self.engine,
+                params,
+                self.steps.decode_weights(params),
+                self.task,
+                limit=self.config.eval.limit,
+                samples=self.config.eval.samples,
+                progress=lambda done, total: self.display.stage("evaluation", done, total),
+            )
+        metrics.write_eval(self.job.workdir, i, result)
+        return named
+
+    def _save(self, i: int, score: float | None) -> None:
+        rest = {"iteration": i, "kl_coef": self.kl_coef, "wall": self.wall, "config": to_dict(self.config)}
+        with self._clock("save_checkpoint"):
+            self.saved.save(i, self.learner.actor, self.learner.critic, rest, score)
+
+    def _show(self, writer: metrics.Writer, i: int, values: dict[str, Any]) -> None:
+        writer.write(i, values)
+        self.display.iteration(i, values)
+
+    def _lengths(self, i: int, prompts: Prompts, rollout: Rollout) -> dict[str, Any]:
+        """Metrics that need no network."""
+        named: dict[str, Any] = {}
+        for name, x in {"response_length": rollout.lengths, "prompt_length": prompts.lengths}.items():
+            named |= {f"{name}/mean": float(x.mean()), f"{name}/max": int(x.max()), f"{name}/min": int(x.min())}
+        tokens = int(rollout.lengths.sum() + prompts.lengths.sum())
+        memory = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices() if d.platform != "cpu"]
+        return named | {
+            "response_length/clip_ratio": float(np.mean(rollout.lengths == rollout.tokens.shape[1])),
+            "training/truncated_frac": float(np.mean(~rollout.finished)),
+            "training/global_step": i,
+            "training/epoch": (i - 1) * self.config.rollout.batch // len(self.task.train),
+            "training/updates": int(self.learner.actor.updates),
+            "perf/throughput": tokens / self.seconds["step"] / jax.device_count(),
+            "perf/max_memory_allocated_gb": max(m for m in memory if m) / 1e9 if any(memory) else None,
+        }
+
+    def _timings(self) -> dict[str, float]:
+        self.wall += sum(self.seconds.get(name, 0.0) for name in ("step", "testing", "save_checkpoint"))
+        return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()} | {"time/wall_s": self.wall}
+
+    def _write_samples(self, i: int, prompts: Prompts, rollout: Rollout, texts: list[str], scores: np.ndarray) -> None:
+        if not self.config.log.samples:
+            return
+        rows = [
+            {
+                "prompt": p.question,
+                "response": texts[b],
+                "answer": p.answer,
+                "score": float(scores[b]),
+                "finish": "eos" if rollout.finished[b] else "length",
+                "prompt_length": len(prompts.tokens[b]),
+                "response_length": int(rollout.lengths[b]),
+            }
+            for b, p in enumerate(prompts.problems[: self.config.log.samples])
+        ]
+        metrics.write_samples(self.job.workdir, i, rows)
+
+    @contextmanager
+    def _clock(self, stage: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
+
+    @contextmanager
+    def _profiled(self, i: int) -> Iterator[None]:
+        if i != self.config.log.profile:
+            yield
+            return
+        with jax.profiler.trace(str(self.job.workdir / "profile")):
+            yield
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects the first SIGTERM or SIGINT; a second one ends the process at once."""
+    received: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
