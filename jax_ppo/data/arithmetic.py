@@ -45,12 +45,14 @@ WORDS = (
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
-# Bare sums of the warm start: operation -> operands, which cover those of the templates.
-DRILLS = {
-    "+": (range(2, 82), range(2, 82)),
-    "-": (range(9, 82), range(2, 10)),
-    "*": (range(2, 13), range(2, 10)),
-}
+# Bare sums of the warm start: operation and operands, which cover those of the templates.
+DRILLS = (
+    ("+", range(2, 82), range(2, 10)),
+    ("+", range(5, 31), range(5, 31)),
+    ("-", range(8, 82), range(2, 10)),
+    ("*", range(2, 13), range(2, 10)),
+)
+SUMS_A_DRILL = 3
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ TEMPLATES = (
     ),
     Template(
         "{n} buys {a} bags with {b} {x} each and {c} more {x}. How many {x} does {n} have?",
-        (range(2, 10), range(3, 10), range(2, 20)),
+        (range(2, 10), range(3, 10), range(2, 10)),
         ("a*b", "1+c"),
         ("a+b", "1+c"),
         hard=False,
@@ -109,7 +111,7 @@ TEMPLATES = (
     ),
     Template(
         "{n} buys {a} {x} for {b} dollars each and {c} {y} for {d} dollars each. How many dollars does {n} pay?",
-        (range(2, 10), range(3, 10), range(2, 10), range(3, 10)),
+        (range(2, 6), range(3, 7), range(2, 6), range(3, 7)),
         ("a*b", "c*d", "1+2"),
         ("a+b", "c+d", "1+2"),
         hard=True,
@@ -151,7 +153,7 @@ def problems(split: str, count: int, seed: int) -> list[Problem]:
 
 
 def demonstrations(count: int, seed: int) -> list[Problem]:
-    """Texts for the supervised warm start, in `Problem.solution`: half are bare sums, half training problems.
+    """Texts for the supervised warm start, in `Problem.solution`: half are drills, a few bare sums each, half training problems.
 
     The problems' workings are wrong at the rates on top of this file; `Problem.answer` is right throughout.
 
@@ -224,10 +226,13 @@ def _demonstration(draw: Draw, rng: random.Random) -> Problem:
 
 
 def _drill(rng: random.Random) -> Problem:
-    operation = rng.choice(list(DRILLS))
-    a, b = (rng.choice(values) for values in DRILLS[operation])
-    working, result = _work((f"a{operation}b",), (a, b))
-    return _problem(f"{a}{operation}{b}=", working, result)
+    lines, result = [], 0
+    for _ in range(SUMS_A_DRILL):
+        operation, left, right = rng.choice(DRILLS)
+        numbers = rng.choice(left), rng.choice(right)
+        line, result = _work((f"a{operation}b",), numbers)
+        lines.append(line)
+    return _problem(lines[0].partition("=")[0] + "=", "\n".join(lines), result)
 
 
 PAD, END = "<pad>", "<end>"

@@ -24,23 +24,22 @@ LAYOUTS = ("{split}.jsonl", "{split}*.parquet", "main/{split}*.parquet", "data/{
 
 # The configuration of hub datasets that have several.
 HUB_CONFIGS = {"openai/gsm8k": "main"}
+BUILTIN = re.compile(r"builtin(?::(\d+))?")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 HUB_TIMEOUT = 5.0  # seconds
 ALTERNATIVE = "give a local directory or file instead: --config.data.path=DIR_OR_JSONL"
 
-PLAIN_NUMBER = re.compile(r"\s*[-+]?\$?[0-9][0-9,]*(\.[0-9]+)?\s*")
 
-
-def load(path: str, split: str, *, limit: int = 0, plain: bool = False) -> list[Problem]:
+def load(path: str, split: str, *, limit: int = 0) -> list[Problem]:
     """The problems of a split, every one of them checked.
 
     Args:
-      path: "builtin"; a directory with train.jsonl and test.jsonl, or Parquet files named train* and test*; one .jsonl or
-        .parquet file, which is every split; or a hub id such as "openai/gsm8k". What is absolute, begins with "." or "~", ends
-        like a file or exists is local and never looked for on the network.
+      path: "builtin", or "builtin:SEED" for other problems of that task; a directory with train.jsonl and test.jsonl, or
+        Parquet files named train* and test*; one .jsonl or .parquet file, which is every split; or a hub id such as
+        "openai/gsm8k". What is absolute, begins with "." or "~", ends like a file or exists is local and never looked for on
+        the network.
       split: "train" or "test".
       limit: keep the first problems only; 0 keeps all. Later rows are checked all the same.
-      plain: also accept answers that are nothing but a number.
 
     Returns:
       At least one problem.
@@ -48,11 +47,12 @@ def load(path: str, split: str, *, limit: int = 0, plain: bool = False) -> list[
     Raises:
       InputError: naming the file, line and key that are wrong, what was found, and what is allowed.
     """
-    if path == "builtin":
+    builtin = BUILTIN.fullmatch(path)
+    if builtin:
         size = arithmetic.SIZES.get(split, 0)
-        return arithmetic.problems(split, min(limit, size) if limit else size, seed=0)
+        return arithmetic.problems(split, min(limit, size) if limit else size, seed=int(builtin[1] or 0))
     rows = _local(path, split) if _is_local(path) else _hub(path, split)
-    problems = [_problem(row, where, plain) for where, row in rows]
+    problems = [_problem(row, where) for where, row in rows]
     if not problems:
         raise InputError(f"{path}: no rows in its {split} split; needs at least one problem")
     return problems[:limit] if limit else problems
@@ -60,7 +60,7 @@ def load(path: str, split: str, *, limit: int = 0, plain: bool = False) -> list[
 
 def name(path: str) -> str:
     """What a dataset is called in metric names: "builtin", a hub id, or the bare name of a directory or file."""
-    if path == "builtin" or not _is_local(path):
+    if BUILTIN.fullmatch(path) or not _is_local(path):
         return path
     local = Path(os.path.expanduser(path)).resolve()
     return local.stem if local.suffix in READERS else local.name
@@ -127,9 +127,9 @@ def _check_shards(files: list[Path]) -> None:
 
 
 def _read_jsonl(file: Path) -> Iterator[Row]:
-    # Only "\n" ends a line: JSON texts may hold the other characters that Python counts as line ends.
-    content = file.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip()
-    for number, line in enumerate(content.split(b"\n") if content else [], 1):
+    # Bytes are split at line feeds and carriage returns; text would also be at U+2028 and others, which JSON texts may hold.
+    lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip().splitlines()
+    for number, line in enumerate(lines, 1):
         where = f"{file}:{number}"
         try:
             yield where, json.loads(line.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -195,7 +195,7 @@ def _hub(path: str, split: str) -> Iterator[Row]:
         yield f"{path} ({split}): row {number}", row
 
 
-def _problem(row: Any, where: str, plain: bool) -> Problem:
+def _problem(row: Any, where: str) -> Problem:
     if not isinstance(row, dict):
         raise InputError(f'{where}: must be an object with "question" and "answer", is {_found(row)}')
     for key in ("question", "answer"):
@@ -203,8 +203,6 @@ def _problem(row: Any, where: str, plain: bool) -> Problem:
             raise InputError(f'{where}: no key "{key}"; the keys found are {", ".join(row) or "none"}')
         _check_text(row[key], f'{where}: "{key}"')
     solution = row["answer"]
-    if plain and PLAIN_NUMBER.fullmatch(solution):
-        solution = f"#### {solution.strip()}"
     try:
         answer = gsm8k.gold(solution)
     except ValueError as error:

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jax_ppo.config import Config
 from jax_ppo.data import arithmetic, dataset, prompts
-from jax_ppo.types import Problem, Prompts
+from jax_ppo.types import InputError, Problem, Prompts
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ def load(config: Config, directory: Path) -> Task:
       InputError: for anything wrong in data or tokenizer.
     """
     data, tokenizer = config.data, prompts.load_tokenizer(directory)
+    if not data.eval_path and Path(data.path).expanduser().is_file():
+        raise InputError(
+            f"config.data.path={data.path!r} is one file, so there is no held-out split; give config.data.eval_path=FILE, or a"
+            " directory with train.jsonl and test.jsonl"
+        )
     ends = prompts.end_ids(directory, tokenizer)
     notes, encoded = [], []
     wanted = {"train": (data.path, data.train_limit), "test": (data.eval_path or data.path, data.eval_limit)}

@@ -132,10 +132,12 @@ def test_half_of_the_demonstrations_are_bare_sums(demonstrations):
     drills = [p for p in demonstrations if DRILL.fullmatch(p.question)]
     assert len(drills) == 10000
     for problem in drills:
-        a, operation, b = DRILL.fullmatch(problem.question).groups()
-        result = RESULT[operation](int(a), int(b))
-        assert result >= 0
-        assert problem == Problem(f"{a}{operation}{b}=", str(result), f"{a}{operation}{b}={result}\n#### {result}")
+        *sums, marker = problem.solution.split("\n")
+        assert len(sums) == 3
+        assert all(RESULT[o](a, b) == c >= 0 for a, o, b, c in equations(problem))
+        assert problem.question == sums[0].partition("=")[0] + "="
+        assert problem.answer == sums[-1].partition("=")[2]
+        assert marker == f"#### {problem.answer}"
     # Shuffled: about half of any stretch.
     assert 400 < sum(bool(DRILL.fullmatch(p.question)) for p in demonstrations[:1000]) < 600
 

@@ -234,12 +234,12 @@ def test_answers_without_a_gold_number(tmp_path, answer):
     assert refusal(file).startswith(f'{file}:3: "answer" must end in "#### N": ')
 
 
-def test_plain_numbers_on_demand(tmp_path):
-    file = jsonl(tmp_path / "a.jsonl", GOOD, {"question": "q", "answer": " 1,250 "}, {"question": "q", "answer": "-3.5"})
-    assert [p.answer for p in dataset.load(file, "train", plain=True)] == ["2", "1250", "-3.5"]
-    assert dataset.load(file, "train", plain=True)[1].solution == "#### 1,250"
-    jsonl(tmp_path / "a.jsonl", {"question": "q", "answer": "The answer is 42."})
-    assert f"{file}:1" in refusal(file, plain=True)
+def test_other_problems_of_the_builtin_task():
+    fresh, usual = dataset.load("builtin:7", "test"), dataset.load("builtin", "test")
+    assert len(fresh) == len(usual) == 500
+    assert len({p.question for p in fresh} & {p.question for p in usual}) < 50
+    assert dataset.load("builtin:0", "test") == usual
+    assert dataset.name("builtin:7") == "builtin:7"
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerFast
 from jax_ppo.data import arithmetic, dataset, prompts
 from jax_ppo.types import InputError, Problem
 
-WORDS = ["<pad>", "<s>", "</s>", "user", "assistant", "other", "one", "two", "three", "x"]
+WORDS = ["<pad>", "<s>", "</s>", "user", "assistant", "other", "one", "two", "three", "x", "n't", ","]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
 OTHER = "{{ bos_token }}other {{ messages[0].content }}"
 
 
 @pytest.fixture
 def directory(tmp_path):
-    """A tokenizer of ten words that adds a start token by itself, and has no chat template."""
+    """A tokenizer of a dozen words that adds a start token by itself, and has no chat template."""
     core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="x"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -266,10 +266,12 @@ def test_half_an_emoji_survives_the_log(qwen):
         assert json.loads(json.dumps({"response": half}).encode("utf-8").decode("utf-8"))["response"] == half
 
 
-def test_text_is_not_cleaned_up(qwen):
-    text = "do n't , I 'm 1 . 5 !"
-    ids = np.array([qwen.encode(text)], np.int32)
-    assert prompts.decode(qwen, ids, np.array([ids.shape[1]])) == [text]
+def test_text_is_not_cleaned_up(directory):
+    configure(directory, "tokenizer_config.json", clean_up_tokenization_spaces=True)
+    tokenizer = prompts.load_tokenizer(directory)
+    ids = np.array([[6, 10, 11, 7]], np.int32)
+    assert tokenizer.decode(ids[0]) == "onen't, two"  # it would
+    assert prompts.decode(tokenizer, ids, np.array([4])) == ["one n't , two"]
 
 
 def test_ids_that_the_text_would_not_give(qwen):
