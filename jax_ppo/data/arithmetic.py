@@ -49,7 +49,7 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 DRILLS = (
     ("+", range(2, 82), range(2, 10)),
     ("+", range(5, 31), range(5, 31)),
-    ("-", range(8, 82), range(2, 10)),
+    ("-", range(9, 82), range(2, 10)),
     ("*", range(2, 13), range(2, 10)),
 )
 SUMS_A_DRILL = 3

@@ -188,7 +188,8 @@ def test_prompts_and_responses_fit(splits, demonstrations, tokenizer):
         turn = [{"role": "user", "content": problem.question}]
         prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
         assert len(prompt) <= 33
-        assert len(tokenizer.encode(problem.solution)) + 1 <= 30
+        limit = 32 if DRILL.fullmatch(problem.question) else 30
+        assert len(tokenizer.encode(problem.solution)) + 1 <= limit
 
 
 def test_words_are_single_tokens_and_digits_too(tokenizer):
