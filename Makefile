@@ -13,12 +13,11 @@ ARGS ?=
 
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do $$p $(NEW_ENOUGH) 2>/dev/null && echo $$p && break; done)
-# One lookup, whether PYTHON was found or given.
+# Looked up once. The stamp names what was asked for, so that asking for something else installs again.
 INTERPRETER := $(PYTHON)
-# The stamp names what was asked for, so that asking for something else installs again.
-empty :=
+VERSION := $(if $(INTERPRETER),$(shell $(INTERPRETER) -c 'import platform; print(platform.python_version())' 2>/dev/null))
 comma := ,
-STAMP := $(VENV)/.installed-$(notdir $(INTERPRETER))$(addprefix -,$(subst $(comma),-,$(EXTRAS)))
+STAMP := $(VENV)/.installed-$(VERSION)$(addprefix -,$(subst $(comma),-,$(EXTRAS)))
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test lint venv clean
@@ -46,16 +45,17 @@ clean: ## remove .venv and caches; runs stay
 
 # Debian ships Python without ensurepip, which `python -m venv` needs; pip outside of the environment can fill it as well.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
-	@test -n "$(INTERPRETER)" || { echo "jax_ppo needs Python >= 3.11 and found none; name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
-	@$(INTERPRETER) $(NEW_ENOUGH) || { echo "jax_ppo needs Python >= 3.11; $(INTERPRETER) is $$($(INTERPRETER) --version 2>&1); name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
-	@version='import sys; print(sys.version)'; \
-	if ! $(RUN) -m pip --version >/dev/null 2>&1 || [ "$$($(RUN) -c "$$version")" != "$$($(INTERPRETER) -c "$$version")" ]; then \
-	    echo "Building $(VENV) with $$($(INTERPRETER) --version)"; \
+	@test -n "$(INTERPRETER)" && $(INTERPRETER) $(NEW_ENOUGH) 2>/dev/null || { \
+	    echo "jax_ppo needs Python >= 3.11; $(or $(INTERPRETER),python3) is $(or $(VERSION),older or missing)." \
+	        "Name another: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@if ! $(RUN) -m pip --version >/dev/null 2>&1 || [ "$$($(RUN) -V)" != "Python $(VERSION)" ]; then \
+	    echo "Building $(VENV) with Python $(VERSION)"; \
 	    if $(INTERPRETER) -c 'import ensurepip' 2>/dev/null; then \
 	        $(INTERPRETER) -m venv --clear $(VENV); \
 	    else \
 	        $(INTERPRETER) -m venv --clear --without-pip $(VENV) && $(INTERPRETER) -m pip --python $(RUN) install --quiet pip; \
-	    fi || { rm -rf $(VENV); echo "no environment: $(INTERPRETER) lacks venv or pip (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
+	    fi || { rm -rf $(VENV); \
+	        echo "No environment: $(INTERPRETER) lacks venv or pip (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
 	fi
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test$(addprefix $(comma),$(EXTRAS))]'
 	@touch $@

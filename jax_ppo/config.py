@@ -1,214 +1,234 @@
-"""The configuration: every key, its default, what is allowed, and the sizes that follow from it.
+"""The configuration: every key, its default, its meaning, what is allowed, and the sizes that follow from it.
 
 `configs/*.py` start from `default_config()` and say only what differs; `resolve` turns the result into frozen dataclasses and
-refuses what cannot work, with one line that names the key, its value and what is allowed.
+refuses what cannot work, with one line that names the key, its value and what is allowed. A key is declared in one place, by
+`key(default, meaning, rule)`; the command line prints its help from there.
 """
 
 import dataclasses
+import difflib
+import functools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_collections
 
 from jax_ppo.types import InputError
 
 
+class Rule(NamedTuple):
+    """What values a key takes: a test, and the same in words that continue "must be a number, ..."."""
+
+    test: Callable[[Any], bool]
+    words: str
+
+
+def at_least(low: float) -> Rule:
+    """low <= value."""
+    return Rule(lambda v: v >= low, f"at least {low}")
+
+
+def one_of(*choices: str) -> Rule:
+    """One of a few words."""
+    return Rule(lambda v: v in choices, f"one of {', '.join(choices)}")
+
+
+KINDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+
+POSITIVE, UNSIGNED = at_least(1), at_least(0)
+ABOVE_ZERO = Rule(lambda v: v > 0, "above 0")
+FRACTION = Rule(lambda v: 0 <= v <= 1, "between 0 and 1")
+DECAY = Rule(lambda v: 0 <= v < 1, "at least 0 and below 1")
+INSIDE = Rule(lambda v: 0 < v < 1, "between 0 and 1, both excluded")
+DUAL = Rule(lambda v: v == 0 or v > 1, "0 or above 1")
+FILLED = Rule(bool, "not empty")
+DEVICES = Rule(lambda v: v >= 1 or v == -1, "at least 1, or -1 (the rest of the devices)")
+UNTRUNCATED = "(a truncated distribution would be sampled but another one trained)"
+
+
+def key(default: Any, meaning: str, rule: Rule | None = None) -> Any:
+    """Declares a key.
+
+    Args:
+      default: its value where a config says nothing; its type is the type of the key.
+      meaning: for the reader of --help.
+      rule:    what is allowed, beside the type and being finite.
+    """
+    return field(default=default, metadata={"meaning": meaning, "rule": rule})
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """The actor.
+    """The actor."""
 
-    path: hub id, local Hugging Face directory, or "builtin" for the small model of the built-in task.
-    param_dtype: dtype of the master weights and of the optimizer moments.
-    compute_dtype: dtype of matmuls and of the cache; "auto" is bfloat16 on accelerators and float32 on a CPU.
-    attention: "full" scores a row against itself at once, "blockwise" in blocks of queries, "auto" chooses by size.
-    remat: recompute layer activations in the backward pass.
-    """
-
-    path: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    param_dtype: str = "float32"
-    compute_dtype: str = "auto"
-    attention: str = "auto"
-    remat: bool = True
+    path: str = key(
+        "Qwen/Qwen2.5-0.5B-Instruct", 'hub id, local Hugging Face directory, or "builtin" for the small model', FILLED
+    )
+    param_dtype: str = key("float32", "of the master weights and the optimizer moments", one_of("float32", "bfloat16"))
+    compute_dtype: str = key(
+        "auto",
+        "of matmuls and cache; auto is bfloat16 on accelerators, float32 on a CPU",
+        one_of("auto", "float32", "bfloat16"),
+    )
+    attention: str = key(
+        "auto",
+        "full scores a row against itself at once, blockwise in blocks of queries; auto chooses by size",
+        one_of("auto", "full", "blockwise"),
+    )
+    remat: bool = key(True, "compute the activations of a layer again in the backward pass instead of keeping them")
 
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic. path: directory of its own backbone; empty means the actor's. Its scalar head starts at zero."""
+    """The critic. Its scalar head starts at zero."""
 
-    path: str = ""
+    path: str = key("", "directory or hub id of a backbone of its own; empty takes the actor's")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The problems.
+    """The problems."""
 
-    path: hub id, a directory with train.jsonl and test.jsonl, one JSONL file, or "builtin".
-    eval_path: held-out problems; empty means the test split of `path`.
-    eval_limit: keep the first problems of the held-out set only; 0 keeps all.
-    train_limit: the same for the training set.
-    instruction: text appended to every question.
-    max_prompt_tokens: longest prompt. overlong: what happens to longer ones, "drop" (counted and printed) or "error".
-    """
-
-    path: str = "openai/gsm8k"
-    eval_path: str = ""
-    eval_limit: int = 0
-    train_limit: int = 0
-    instruction: str = ""
-    max_prompt_tokens: int = 512
-    overlong: str = "drop"
+    path: str = key("openai/gsm8k", 'hub id, directory with train.jsonl and test.jsonl, one JSONL file, or "builtin"', FILLED)
+    eval_path: str = key("", "held-out problems, as path; empty takes the test split of path")
+    eval_limit: int = key(0, "keep the first problems of the held-out set only; 0 keeps all", UNSIGNED)
+    train_limit: int = key(0, "the same for the training set", UNSIGNED)
+    instruction: str = key("", "text appended to every question")
+    max_prompt_tokens: int = key(512, "longest prompt", POSITIVE)
+    overlong: str = key("drop", "what happens to longer prompts; dropped ones are counted and printed", one_of("drop", "error"))
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Sampling.
+    """Sampling."""
 
-    batch: prompts an iteration. n: responses a prompt. slots: rows decoded at once; 0 means all.
-    temperature: must be positive in training; evaluation is greedy.
-    top_k, top_p: filters of the distribution (0 and 1 are off); refused in training, where they would make the sampled
-    distribution another than the trained one.
-    segment: tokens between two looks of the host at the rows that are done.
-    """
-
-    batch: int = 256
-    n: int = 1
-    max_response_tokens: int = 512
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    slots: int = 0
-    segment: int = 64
+    batch: int = key(256, "prompts an iteration", POSITIVE)
+    n: int = key(1, "responses a prompt", POSITIVE)
+    max_response_tokens: int = key(512, "R, the longest response", POSITIVE)
+    temperature: float = key(1.0, "of the sampling distribution; evaluation is greedy", ABOVE_ZERO)
+    top_k: int = key(0, "tokens that may be drawn; 0 is off", Rule(lambda v: v == 0, f"0 {UNTRUNCATED}"))
+    top_p: float = key(1.0, "probability mass that may be drawn; 1 is off", Rule(lambda v: v == 1, f"1 {UNTRUNCATED}"))
+    slots: int = key(0, "rows decoded at once, which bounds the cache; 0 means all", UNSIGNED)
+    segment: int = key(64, "tokens between two looks of the host at the rows that are done", POSITIVE)
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The score of a response.
+    """The score of a response."""
 
-    method: rule for the answer, "strict", "flexible" or "verl".
-    format_score: score of a wrong answer in the right form.
-    missing_end_penalty: subtracted where no end token was drawn.
-    overlong_buffer: the last tokens before the limit, over which a penalty grows linearly from 0 to 1; 0 is off.
-    custom: "path/to/file.py:function", called as function(prompt, response, answer) -> float instead of the rule.
-    """
-
-    method: str = "strict"
-    format_score: float = 0.0
-    missing_end_penalty: float = 0.0
-    overlong_buffer: int = 0
-    custom: str = ""
+    method: str = key("strict", "rule for the answer", one_of("strict", "flexible", "verl"))
+    format_score: float = key(0.0, "score of a wrong answer in the right form")
+    missing_end_penalty: float = key(0.0, "subtracted where no end token was drawn", UNSIGNED)
+    overlong_buffer: int = key(0, "last tokens before the limit, over which a penalty grows from 0 to 1; 0 is off", UNSIGNED)
+    custom: str = key("", '"path/to/file.py:function", called as function(prompt, response, answer) -> float instead of the rule')
 
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """The algorithm; the mathematics stands in `jax_ppo.ppo`.
+    """The algorithm; the mathematics stands in `jax_ppo.ppo`."""
 
-    gamma, lam_actor, lam_critic: discount, and one lambda each for the policy's advantages and the critic's targets.
-    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]. dual_clip: bound for negative advantages; 0 is off.
-    clip_value: clip range of the value loss; 0 is off.
-    kl_coef: weight of the KL penalty inside the reward; kl_kind: its estimate, "k1", "k2", "k3" or "abs".
-    kl_target: KL to hold by adapting kl_coef; 0 keeps kl_coef fixed.
-    kl_loss_coef, entropy_coef: weights of terms in the actor's loss.
-    epochs, minibatches: passes over a rollout, and updates a pass. micro_tokens: tokens of one forward and backward pass.
-    aggregation: how token losses are averaged. truncated: "terminal", "bootstrap" or "mask".
-    target_kl: ends the epochs of an iteration once the policy has moved this far; 0 is off.
-    critic_warmup: first iterations, which train the critic alone.
-    """
-
-    gamma: float = 1.0
-    lam_actor: float = 0.95
-    lam_critic: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 0.0
-    clip_value: float = 0.0
-    kl_coef: float = 0.001
-    kl_kind: str = "k1"
-    kl_target: float = 0.0
-    kl_loss_coef: float = 0.0
-    entropy_coef: float = 0.0
-    epochs: int = 1
-    minibatches: int = 4
-    micro_tokens: int = 8192
-    aggregation: str = "token-mean"
-    truncated: str = "terminal"
-    target_kl: float = 0.0
-    critic_warmup: int = 0
+    gamma: float = key(1.0, "discount a token", FRACTION)
+    lam_actor: float = key(0.95, "lambda of the policy's advantages", FRACTION)
+    lam_critic: float = key(1.0, "lambda of the critic's targets", FRACTION)
+    clip_low: float = key(0.2, "the ratio is clipped from below at 1 - clip_low", INSIDE)
+    clip_high: float = key(0.2, "the ratio is clipped from above at 1 + clip_high", ABOVE_ZERO)
+    dual_clip: float = key(0.0, "bound of the ratio for negative advantages; 0 is off", DUAL)
+    clip_value: float = key(0.0, "clip range of the value loss; 0 is off", UNSIGNED)
+    kl_coef: float = key(0.001, "weight of the KL penalty inside the reward", UNSIGNED)
+    kl_kind: str = key("k1", "estimate of the KL", one_of("k1", "k2", "k3", "abs"))
+    kl_target: float = key(0.0, "KL to hold by adapting kl_coef; 0 keeps kl_coef fixed", UNSIGNED)
+    kl_loss_coef: float = key(0.0, "weight of a KL term in the actor's loss", UNSIGNED)
+    entropy_coef: float = key(0.0, "weight of the entropy in the actor's loss; positive keeps the policy exploring")
+    epochs: int = key(1, "passes over a rollout", POSITIVE)
+    minibatches: int = key(4, "updates a pass; divides rollout.batch x rollout.n", POSITIVE)
+    micro_tokens: int = key(8192, "tokens of one forward and backward pass; changes memory and speed only", POSITIVE)
+    aggregation: str = key(
+        "token-mean",
+        "how token losses are averaged",
+        one_of("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    )
+    truncated: str = key(
+        "terminal",
+        "a response that ran into the limit ends with value 0, with the critic's value, or is left out of the policy loss",
+        one_of("terminal", "bootstrap", "mask"),
+    )
+    target_kl: float = key(0.0, "end the actor's epochs of an iteration once the policy has moved this far; 0 is off", UNSIGNED)
+    critic_warmup: int = key(0, "first iterations, which train the critic alone", UNSIGNED)
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW of one network. warmup is counted in updates; schedule is "constant", "linear" or "cosine" (to 0 at the last
-    update); clip_norm 0 turns gradient clipping off."""
+    """AdamW of one network."""
 
-    lr: float = 1e-6
-    warmup: int = 0
-    schedule: str = "constant"
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    b1: float = 0.9
-    b2: float = 0.999
+    lr: float = key(1e-6, "learning rate", UNSIGNED)
+    warmup: int = key(0, "updates over which the rate rises to lr", UNSIGNED)
+    schedule: str = key(
+        "constant", "after that; the falling ones reach 0 at the last update", one_of("constant", "linear", "cosine")
+    )
+    weight_decay: float = key(0.0, "decoupled decay of the matrices", UNSIGNED)
+    clip_norm: float = key(1.0, "largest norm of a gradient; 0 is off", UNSIGNED)
+    b1: float = key(0.9, "decay rate of the first moment", DECAY)
+    b2: float = key(0.999, "decay rate of the second moment", DECAY)
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each mesh axis; one of them may be -1, which takes the rest. The product is the device count."""
+    """Devices along each mesh axis; their product is the device count, and one of them may be -1."""
 
-    data: int = 1
-    fsdp: int = -1
-    tensor: int = 1
+    data: int = key(1, "split the rows of a batch", DEVICES)
+    fsdp: int = key(-1, "split the rows of a batch, and weights and moments", DEVICES)
+    tensor: int = key(1, "split heads, MLP columns and vocabulary", DEVICES)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """iterations: how many in all. resume: "auto" continues a workdir that has checkpoints, "never" refuses one.
-    max_skipped: non-finite gradients in a row that end the run."""
+    """The run."""
 
-    iterations: int = 100
-    seed: int = 0
-    resume: str = "auto"
-    max_skipped: int = 5
+    iterations: int = key(100, "in all, those before a resume included", POSITIVE)
+    seed: int = key(0, "of everything random", Rule(lambda v: 0 <= v < 2**31, "from 0 to 2147483647"))
+    resume: str = key("auto", "auto continues a workdir that has checkpoints, never refuses one", one_of("auto", "never"))
+    max_skipped: int = key(5, "non-finite gradients in a row that end the run", POSITIVE)
 
 
 @dataclass(frozen=True)
 class WarmstartConfig:
-    """Supervised start on worked solutions. steps: updates of `batch` sequences each; 0 is off."""
+    """Supervised start on worked solutions, before the first iteration."""
 
-    steps: int = 0
-    batch: int = 64
-    lr: float = 1e-3
-    b2: float = 0.95
+    steps: int = key(0, "updates; 0 is off", UNSIGNED)
+    batch: int = key(64, "sequences an update", POSITIVE)
+    lr: float = key(1e-3, "highest learning rate", ABOVE_ZERO)
+    b2: float = key(0.95, "decay rate of the second moment", DECAY)
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """every: iterations between evaluations; 0 is off. limit: problems of one evaluation during training; 0 means all.
-    at_start: evaluate before the first iteration. samples: sampled responses a problem beside the greedy one."""
+    """Held-out accuracy while training."""
 
-    every: int = 10
-    limit: int = 0
-    at_start: bool = True
-    samples: int = 0
+    every: int = key(10, "iterations between evaluations, and one after the last; 0 is off", UNSIGNED)
+    limit: int = key(0, "problems of one evaluation during training; 0 means all", UNSIGNED)
+    at_start: bool = key(True, "evaluate before the first iteration")
+    samples: int = key(0, "sampled responses a problem beside the greedy one", UNSIGNED)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """every: iterations between checkpoints (the last iteration is always saved). keep_last, keep_best: how many stay."""
+    """Checkpoints. The last iteration is always saved."""
 
-    every: int = 10
-    keep_last: int = 1
-    keep_best: int = 1
+    every: int = key(10, "iterations between checkpoints", POSITIVE)
+    keep_last: int = key(1, "how many of the newest stay", POSITIVE)
+    keep_best: int = key(1, "how many of the most accurate stay beside them", UNSIGNED)
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """samples: responses an iteration that go into WORKDIR/samples. profile: an iteration whose device trace is written to
-    WORKDIR/profile; -1 is off. wandb: name of the project; empty is off."""
+    """What is written beside metrics.jsonl."""
 
-    tensorboard: bool = False
-    wandb: str = ""
-    samples: int = 16
-    profile: int = -1
+    tensorboard: bool = key(False, "write WORKDIR/tensorboard")
+    wandb: str = key("", "project; empty is off")
+    samples: int = key(16, "responses an iteration that go into WORKDIR/samples", UNSIGNED)
+    profile: int = key(-1, "iteration whose device trace goes into WORKDIR/profile; -1 is off", at_least(-1))
 
 
 @dataclass(frozen=True)
@@ -247,96 +267,102 @@ class Config:
 
     @property
     def total_updates(self) -> int:
-        """Optimizer updates of one network in the whole run; the length of the learning-rate schedule."""
+        """Optimizer updates of the critic in the whole run; the length of its learning-rate schedule."""
         return self.train.iterations * self.updates_per_iteration
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """The configuration as nested plain values, as `WORKDIR/config.json` stores it."""
+    return dataclasses.asdict(config)
 
 
 def default_config() -> ml_collections.ConfigDict:
     """Every key with its default, as the ConfigDict that `configs/*.py` change and the command line overrides."""
-    return ml_collections.ConfigDict(dataclasses.asdict(Config()))
+    return ml_collections.ConfigDict(to_dict(Config()))
 
 
-POSITIVE = "a whole number of at least 1"
-UNSIGNED = "a whole number of at least 0"
+class Key(NamedTuple):
+    """What is known of a key: its default, its meaning, and the words for its type and for what else it must be, or ""."""
 
-# Key -> (test, what is allowed). Keys that are free text or a switch have no row.
-ALLOWED: dict[str, tuple[Any, str]] = {
-    "data.max_prompt_tokens": (lambda v: v >= 1, POSITIVE),
-    "data.eval_limit": (lambda v: v >= 0, UNSIGNED),
-    "data.train_limit": (lambda v: v >= 0, UNSIGNED),
-    "rollout.batch": (lambda v: v >= 1, POSITIVE),
-    "rollout.n": (lambda v: v >= 1, POSITIVE),
-    "rollout.max_response_tokens": (lambda v: v >= 1, POSITIVE),
-    "rollout.temperature": (lambda v: v > 0, "above 0: training needs a distribution (evaluation is always greedy)"),
-    "rollout.top_k": (lambda v: v == 0, "0: a truncated distribution would be sampled but another one trained"),
-    "rollout.top_p": (lambda v: v == 1, "1.0: a truncated distribution would be sampled but another one trained"),
-    "rollout.slots": (lambda v: v >= 0, "a whole number of at least 0 (0 decodes all rows at once)"),
-    "rollout.segment": (lambda v: v >= 1, POSITIVE),
-    "reward.overlong_buffer": (lambda v: v >= 0, UNSIGNED),
-    "reward.missing_end_penalty": (lambda v: v >= 0, "at least 0 (it is subtracted)"),
-    "ppo.gamma": (lambda v: 0 <= v <= 1, "between 0 and 1"),
-    "ppo.lam_actor": (lambda v: 0 <= v <= 1, "between 0 and 1"),
-    "ppo.lam_critic": (lambda v: 0 <= v <= 1, "between 0 and 1"),
-    "ppo.clip_low": (lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
-    "ppo.clip_high": (lambda v: v > 0, "above 0"),
-    "ppo.dual_clip": (lambda v: v == 0 or v > 1, "0 (off) or above 1"),
-    "ppo.clip_value": (lambda v: v >= 0, "at least 0 (0 is off)"),
-    "ppo.kl_coef": (lambda v: v >= 0, "at least 0"),
-    "ppo.kl_loss_coef": (lambda v: v >= 0, "at least 0"),
-    "ppo.kl_target": (lambda v: v >= 0, "at least 0 (0 keeps kl_coef fixed)"),
-    "ppo.target_kl": (lambda v: v >= 0, "at least 0 (0 is off)"),
-    "ppo.epochs": (lambda v: v >= 1, POSITIVE),
-    "ppo.minibatches": (lambda v: v >= 1, POSITIVE),
-    "ppo.micro_tokens": (lambda v: v >= 1, POSITIVE),
-    "ppo.critic_warmup": (lambda v: v >= 0, UNSIGNED),
-    "train.iterations": (lambda v: v >= 1, POSITIVE),
-    "train.max_skipped": (lambda v: v >= 1, POSITIVE),
-    "train.seed": (lambda v: 0 <= v < 2**31, "a whole number from 0 to 2147483647"),
-    "warmstart.steps": (lambda v: v >= 0, UNSIGNED),
-    "warmstart.batch": (lambda v: v >= 1, POSITIVE),
-    "warmstart.lr": (lambda v: v > 0, "above 0"),
-    "warmstart.b2": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
-    "eval.every": (lambda v: v >= 0, UNSIGNED),
-    "eval.limit": (lambda v: v >= 0, UNSIGNED),
-    "eval.samples": (lambda v: v >= 0, UNSIGNED),
-    "checkpoint.every": (lambda v: v >= 1, POSITIVE),
-    "checkpoint.keep_last": (lambda v: v >= 1, POSITIVE),
-    "checkpoint.keep_best": (lambda v: v >= 0, UNSIGNED),
-    "log.samples": (lambda v: v >= 0, UNSIGNED),
-    "log.profile": (lambda v: v >= -1, "an iteration, or -1 (off)"),
-} | {
-    f"{network}.{key}": rule
-    for network in ("actor_optim", "critic_optim")
-    for key, rule in {
-        "lr": (lambda v: v >= 0, "at least 0"),
-        "warmup": (lambda v: v >= 0, UNSIGNED),
-        "weight_decay": (lambda v: v >= 0, "at least 0"),
-        "clip_norm": (lambda v: v >= 0, "at least 0 (0 is off)"),
-        "b1": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
-        "b2": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
-    }.items()
-}
+    default: Any
+    meaning: str
+    kind: str
+    rule: str
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "model.param_dtype": ("float32", "bfloat16"),
-    "model.compute_dtype": ("auto", "float32", "bfloat16"),
-    "model.attention": ("auto", "full", "blockwise"),
-    "data.overlong": ("drop", "error"),
-    "reward.method": ("strict", "flexible", "verl"),
-    "ppo.kl_kind": ("k1", "k2", "k3", "abs"),
-    "ppo.aggregation": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
-    "ppo.truncated": ("terminal", "bootstrap", "mask"),
-    "actor_optim.schedule": ("constant", "linear", "cosine"),
-    "critic_optim.schedule": ("constant", "linear", "cosine"),
-    "train.resume": ("auto", "never"),
-}
+    @property
+    def allowed(self) -> str:
+        """Type and rule as one phrase."""
+        return self.rule if self.rule.startswith("one of") else ", ".join(filter(None, (self.kind, self.rule)))
 
 
-def resolve(raw: ml_collections.ConfigDict) -> Config:
-    """Checks a ConfigDict and returns it as frozen dataclasses.
+@functools.cache
+def keys() -> dict[str, Key]:
+    """Every key, as "section.key"."""
+    found = {}
+    for name in (f.name for f in dataclasses.fields(Config)):
+        section = getattr(Config(), name)
+        for f in dataclasses.fields(section):
+            default, rule = getattr(section, f.name), f.metadata["rule"]
+            found[f"{name}.{f.name}"] = Key(default, f.metadata["meaning"], KINDS[type(default)], rule.words if rule else "")
+    return found
+
+
+def check_key(name: str, value: Any) -> None:
+    """Refuses what is no key.
 
     Args:
-      raw: the sections and keys of `default_config()`, with any values of the same types.
+      name:  "section.key", as somebody wrote it.
+      value: what it was set to, for the message.
+
+    Raises:
+      InputError: naming the key that was probably meant, or those there are.
+    """
+    known, sections = list(keys()), [f.name for f in dataclasses.fields(Config)]
+    if name in known:
+        return
+    section, _, last = name.rpartition(".")
+    inside = [k.removeprefix(f"{section}.") for k in known if k.startswith(f"{section}.")]
+    elsewhere = [k for k in known if k.endswith(f".{last}")]
+    if name in sections:
+        inside = [k for k in known if k.startswith(f"{name}.")]
+        raise InputError(f"config.{name}={value}: is a section; set its keys one by one: {', '.join(inside)}")
+    if near := difflib.get_close_matches(last if inside else name, inside or [*sections, *known], n=1) or elsewhere:
+        hint = f"did you mean {' or '.join(near)}?"
+    else:
+        hint = f"{section} has {', '.join(inside)}" if inside else f"the sections are {', '.join(sections)}"
+    raise InputError(f"config.{name}: no such key; {hint}")
+
+
+def wrong(name: str, value: Any) -> InputError:
+    """The error about a value that "section.key" does not take."""
+    return InputError(f"config.{name}={value}: must be {keys()[name].allowed}")
+
+
+def complete(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The values of `raw`, checked for their types, and the defaults of everything else.
+
+    Args:
+      raw: nested sections and keys, a ConfigDict for instance.
+
+    Raises:
+      InputError: for a key that does not exist, or a value of another type than its default.
+    """
+    values = to_dict(Config())
+    for section in raw:
+        given = raw[section]
+        if section not in values or not isinstance(given, Mapping | ml_collections.ConfigDict):
+            check_key(section, given)
+        for last in given:
+            check_key(f"{section}.{last}", given[last])
+            values[section][last] = _typed(f"{section}.{last}", given[last], type(values[section][last]))
+    return values
+
+
+def resolve(raw: Mapping[str, Any]) -> Config:
+    """Checks a configuration and returns it as frozen dataclasses.
+
+    Args:
+      raw: sections and keys of `default_config()`, with any values of the same types; what is missing keeps its default.
 
     Returns:
       The configuration, whose every value is allowed and whose values fit together.
@@ -344,73 +370,44 @@ def resolve(raw: ml_collections.ConfigDict) -> Config:
     Raises:
       InputError: naming the key, its value, and what is allowed.
     """
-    sections = {f.name: f.default_factory() for f in dataclasses.fields(Config)}  # type: ignore[misc]
-    for name in raw:
-        if name not in sections:
-            raise InputError(f"config.{name}: no such section; there are {', '.join(sections)}")
-    config = Config(**{name: _section(name, default, raw.get(name, {})) for name, default in sections.items()})
+    config = Config(**{name: type(getattr(Config(), name))(**values) for name, values in complete(raw).items()})
+    for section in dataclasses.fields(config):
+        for f in dataclasses.fields(getattr(config, section.name)):
+            value, rule = getattr(getattr(config, section.name), f.name), f.metadata["rule"]
+            finite = not isinstance(value, float) or math.isfinite(value)
+            if not finite or (rule and not rule.test(value)):
+                raise wrong(f"{section.name}.{f.name}", value if value != "" else "''")
     _check_together(config)
     return config
 
 
-def _section(name: str, default: Any, given: Any) -> Any:
-    known = {f.name: f for f in dataclasses.fields(default)}
-    values = {}
-    for key, value in dict(given).items():
-        full = f"{name}.{key}"
-        if key not in known:
-            raise InputError(f"config.{full}: no such key; {name} has {', '.join(known)}")
-        values[key] = _typed(full, value, type(getattr(default, key)))
-    result = dataclasses.replace(default, **values)
-    for key in known:
-        _check_alone(f"{name}.{key}", getattr(result, key))
-    return result
-
-
-def _typed(full: str, value: Any, kind: type) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+def _typed(name: str, value: Any, kind: type) -> Any:
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
-        raise InputError(f"config.{full}={value!r}: must be {kind.__name__}, is {type(value).__name__}")
+        raise wrong(name, repr(value))
     return value
-
-
-def _check_alone(full: str, value: Any) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"config.{full}={value}: must be finite")
-    if full in CHOICES and value not in CHOICES[full]:
-        raise InputError(f"config.{full}={value!r}: must be one of {', '.join(CHOICES[full])}")
-    if full in ALLOWED and not ALLOWED[full][0](value):
-        raise InputError(f"config.{full}={value}: must be {ALLOWED[full][1]}")
 
 
 def _check_together(config: Config) -> None:
     """The relations between keys, each refused with its numbers."""
-    ppo, rollout, optim = config.ppo, config.rollout, (config.actor_optim, config.critic_optim)
-    if ppo.minibatches > config.sequences:
-        raise InputError(
-            f"config.ppo.minibatches={ppo.minibatches}: must be at most rollout.batch x rollout.n = {rollout.batch} x {rollout.n} = {config.sequences}"
-        )
-    if config.sequences % ppo.minibatches:
-        raise InputError(
-            f"config.ppo.minibatches={ppo.minibatches}: must divide rollout.batch x rollout.n = {rollout.batch} x {rollout.n} = {config.sequences}"
-        )
-    if ppo.micro_tokens < config.max_sequence_tokens:
-        raise InputError(
-            f"config.ppo.micro_tokens={ppo.micro_tokens}: must hold one sequence, data.max_prompt_tokens + rollout.max_response_tokens"
-            f" = {config.data.max_prompt_tokens} + {rollout.max_response_tokens} = {config.max_sequence_tokens}"
-        )
-    if config.reward.overlong_buffer > rollout.max_response_tokens:
-        raise InputError(
-            f"config.reward.overlong_buffer={config.reward.overlong_buffer}: must be at most rollout.max_response_tokens = {rollout.max_response_tokens}"
-        )
-    for name, o in zip(("actor_optim", "critic_optim"), optim, strict=True):
-        if o.schedule != "constant" and o.warmup >= config.total_updates:
-            raise InputError(
-                f"config.{name}.warmup={o.warmup}: must be below the updates of the run, iterations x epochs x minibatches = {config.total_updates}"
-            )
+    ppo, rollout, iterations = config.ppo, config.rollout, config.train.iterations
 
+    def need(fits: bool, name: str, words: str) -> None:
+        if not fits:
+            section, _, last = name.partition(".")
+            raise InputError(f"config.{name}={getattr(getattr(config, section), last)}: must {words}")
 
-def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """The configuration as nested plain values, as `WORKDIR/config.json` stores it."""
-    return dataclasses.asdict(config)
+    product = f"rollout.batch x rollout.n = {rollout.batch} x {rollout.n} = {config.sequences}"
+    need(config.sequences % ppo.minibatches == 0, "ppo.minibatches", f"divide {product}")
+    longest = f"{config.data.max_prompt_tokens} + {rollout.max_response_tokens} = {config.max_sequence_tokens}"
+    room = f"hold one sequence, data.max_prompt_tokens + rollout.max_response_tokens = {longest}"
+    need(ppo.micro_tokens >= config.max_sequence_tokens, "ppo.micro_tokens", room)
+    limit = f"be at most rollout.max_response_tokens = {rollout.max_response_tokens}"
+    need(config.reward.overlong_buffer <= rollout.max_response_tokens, "reward.overlong_buffer", limit)
+    need(ppo.kl_coef > 0 or ppo.kl_target == 0, "ppo.kl_target", "be 0 where ppo.kl_coef is 0, which it would scale")
+    for network, trained in (("actor", iterations - ppo.critic_warmup), ("critic", iterations)):
+        optim, updates = getattr(config, f"{network}_optim"), trained * config.updates_per_iteration
+        formula = f"iterations x epochs x minibatches = {trained} x {ppo.epochs} x {ppo.minibatches} = {updates}"
+        fits = optim.schedule == "constant" or optim.warmup == 0 or optim.warmup < updates
+        need(fits, f"{network}_optim.warmup", f"be below the updates of the {network}, {formula}")

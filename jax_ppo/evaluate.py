@@ -1,6 +1,6 @@
 """Held-out accuracy: greedy, and of several samples a problem.
 
-    python -m jax_ppo.evaluate --config=configs/gsm8k.py --checkpoint=(WORKDIR | HF_DIRECTORY)
+python -m jax_ppo.evaluate --config=configs/gsm8k.py --checkpoint=(WORKDIR | HF_DIRECTORY)
 """
 
 import json
@@ -20,7 +20,8 @@ from jax_ppo.data.task import Task
 from jax_ppo.models import hf
 from jax_ppo.rewards import gsm8k
 from jax_ppo.rollout.engine import Engine
-from jax_ppo.runtime import checkpoint, cli, hub, metrics, report
+from jax_ppo.runtime import checkpoint, cli, hub, metrics
+from jax_ppo.runtime.display import Display, start_table
 from jax_ppo.steps import Steps
 from jax_ppo.types import Params, Prompts, Rollout
 
@@ -89,7 +90,16 @@ def evaluate(
     named[f"val-aux/{task.name}/truncated_frac"] = truncated
     if samples:
         many = Prompts(prompts.problems * samples, prompts.tokens * samples, np.arange(count * samples))
-        drawn = engine.generate(params, weights, many, jax.random.fold_in(key, 1), temperature=config.rollout.temperature)
+        sampling = config.rollout
+        drawn = engine.generate(
+            params,
+            weights,
+            many,
+            jax.random.fold_in(key, 1),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
         each = _grade(task, many, drawn)[config.reward.method].reshape(samples, count)
         result |= {"samples": samples, "sampled_mean": float(each.mean()), "sampled_best": float(each.max(axis=0).mean())}
         named[f"val-core/{task.name}/acc/mean@{samples}"] = result["sampled_mean"]
@@ -129,14 +139,16 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     model, task = hf.load_config(directory), tasks.load(config, directory)
     steps = Steps(config, model, model, mesh)
-    with jax.set_mesh(mesh), report.Display(0) as display:
+    with jax.set_mesh(mesh), Display(0) as display:
         if is_run:
-            saved = checkpoint.Checkpoints(trained, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best)
-            iteration, params = saved.restore_params(checkpoint.abstract(steps.actor.typed_shapes(config.model.param_dtype), steps.actor.shardings))
+            shapes = checkpoint.abstract(steps.actor.typed_shapes(config.model.param_dtype), steps.actor.shardings)
+            iteration, params, skipped = checkpoint.restore_params(trained, shapes)
+            for line in skipped:
+                display.say(line, "bold red")
         else:
             iteration = 0
             params = hf.load_params(directory, model, dtype=config.model.param_dtype, shardings=steps.actor.shardings)
-        named, result = evaluate(
+        _, result = evaluate(
             config,
             make_engine(config, steps, task),
             params,
@@ -152,7 +164,7 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
     if "samples" in result:
         rows += [(f"mean and best of {result['samples']} samples", f"{result['sampled_mean']:.4f}, {result['sampled_best']:.4f}")]
     rows += [("truncated", f"{result['truncated_share']:.4f}"), ("problems", str(result["count"])), ("written to", str(file))]
-    report.start_table(rows, f"{task.name}: {checkpoint_path}, iteration {iteration}")
+    start_table(rows, f"{task.name}: {checkpoint_path}, iteration {iteration}")
     return result
 
 

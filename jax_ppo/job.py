@@ -86,7 +86,9 @@ def prepare(config: Config, workdir: Path) -> Job:
         critic = hf.load_config(critic_source)
         hf.check_params(critic_source, critic, head="score")
         if critic.vocab_size != actor.vocab_size:
-            raise InputError(f"config.critic.path={config.critic.path!r}: vocabulary {critic.vocab_size}, the actor has {actor.vocab_size}")
+            raise InputError(
+                f"config.critic.path={config.critic.path!r}: vocabulary {critic.vocab_size}, the actor has {actor.vocab_size}"
+            )
     for model in (actor, critic):
         if model.num_key_value_heads % mesh.shape["tensor"]:
             raise InputError(

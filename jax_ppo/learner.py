@@ -5,6 +5,7 @@ Host code around the jitted functions of `jax_ppo.steps`; everything runs on pac
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,26 +15,28 @@ import numpy as np
 from jax_ppo import sharding
 from jax_ppo.config import Config
 from jax_ppo.ppo import losses, packing, update
-from jax_ppo.steps import Network, Steps
+from jax_ppo.steps import Steps
 from jax_ppo.types import Experience, InputError, PackedBatch, Params, Prompts, Rollout, RunError, TrainState
 
 Clock = Callable[[str], AbstractContextManager[Any]]
 
 
 def row_shape(config: Config, prompt_width: int, shards: int) -> tuple[int, int]:
-    """(N, L) of a micro-batch: rows that hold the longest sequence, as many as `ppo.micro_tokens` allows on these shards.
+    """(N, L) of a micro-batch: rows that hold the longest sequence, as many as `ppo.micro_tokens` allows on these shards, but
+    no more than a minibatch has sequences.
 
     Raises:
       InputError: if there are not enough tokens for one row a shard.
     """
     length = -(-(prompt_width + config.rollout.max_response_tokens) // 8) * 8
     rows = config.ppo.micro_tokens // length // shards * shards
+    needed = -(-(config.sequences // config.ppo.minibatches) // shards) * shards
     if rows == 0:
         raise InputError(
             f"config.ppo.micro_tokens={config.ppo.micro_tokens}: must hold one row of {length} tokens on each of the"
             f" {shards} row shards of the mesh, {length * shards}"
         )
-    return rows, length
+    return min(rows, needed), length
 
 
 class Learner:
@@ -43,7 +46,15 @@ class Learner:
     reference:     parameters of the reference policy, or None where no KL is asked for.
     """
 
-    def __init__(self, config: Config, steps: Steps, shape: tuple[int, int], actor: TrainState, critic: TrainState, reference: Params | None):
+    def __init__(
+        self,
+        config: Config,
+        steps: Steps,
+        shape: tuple[int, int],
+        actor: TrainState,
+        critic: TrainState,
+        reference: Params | None,
+    ):
         """Args: the run, its jitted functions, (N, L) of a micro-batch, and the networks."""
         self.config, self.steps, self.shape = config, steps, shape
         self.actor, self.critic, self.reference = actor, critic, reference
@@ -135,8 +146,14 @@ class Learner:
         Raises:
           RunError: if too many gradients in a row were not finite.
         """
-        ppo, metrics = self.config.ppo, {}
-        minibatches = list(self._minibatches(len(prompts.tokens), iteration))
+        ppo, metrics = self.config.ppo, dict[str, Any]()
+        epochs = partial(
+            self._epochs,
+            minibatches=list(self._minibatches(len(prompts.tokens), iteration)),
+            packed=partial(self.packed, prompts, rollout),
+            experience=experience,
+            progress=progress,
+        )
         policy = np.asarray(experience.policy)
         if iteration > ppo.critic_warmup:
 
@@ -146,25 +163,12 @@ class Learner:
                 return jnp.float32(total), jnp.float32(max(tokens, 1))
 
             with clock("update_actor"):
-                self.actor, parts = self._epochs(
-                    "actor", self.steps.actor, self.steps.update_actor, self.actor, minibatches, actor_counts, prompts, rollout, experience, progress
-                )
+                self.actor, parts = epochs("actor", self.actor, actor_counts)
             metrics |= _summary(parts)
             first = parts[0]
             metrics["training/first_ratio_dev_max"] = max(abs(first["actor/ratio/min"] - 1), abs(first["actor/ratio/max"] - 1))
         with clock("update_critic"):
-            self.critic, parts = self._epochs(
-                "critic",
-                self.steps.critic,
-                self.steps.update_critic,
-                self.critic,
-                minibatches,
-                lambda chosen: (jnp.float32(rollout.lengths[chosen].sum()),),
-                prompts,
-                rollout,
-                experience,
-                progress,
-            )
+            self.critic, parts = epochs("critic", self.critic, lambda chosen: (jnp.float32(rollout.lengths[chosen].sum()),))
         metrics |= _summary(parts)
         for name, state in (("actor", self.actor), ("critic", self.critic)):
             if int(state.skipped) >= self.config.train.max_skipped:
@@ -186,22 +190,22 @@ class Learner:
     def _epochs(
         self,
         name: str,
-        network: Network,
-        accumulate: Callable[..., Any],
         state: TrainState,
-        minibatches: Sequence[np.ndarray],
         counts: Callable[[np.ndarray], tuple[jax.Array, ...]],
-        prompts: Prompts,
-        rollout: Rollout,
+        *,
+        minibatches: Sequence[np.ndarray],
+        packed: Callable[[np.ndarray], Iterator[PackedBatch]],
         experience: Experience,
         progress: Callable[[str, int, int], Any],
     ) -> tuple[TrainState, list[dict[str, float]]]:
         """One network over all minibatches. Returns its state and the metrics of each update."""
+        steps = self.steps
+        network, accumulate = {"actor": (steps.actor, steps.update_actor), "critic": (steps.critic, steps.update_critic)}[name]
         updates = []
         for done, chosen in enumerate(minibatches, start=1):
-            grads, parts = network.zeros(state.params), []
-            for batch in self.packed(prompts, rollout, chosen):
-                grads, part = accumulate(state.params, grads, batch, experience, *counts(chosen))
+            grads, parts, totals = network.zeros(state.params), [], counts(chosen)
+            for batch in packed(chosen):
+                grads, part = accumulate(state.params, grads, batch, experience, *totals)
                 parts.append(part)
             state, applied = network.apply(state, grads)
             updates.append((parts, {f"{name}/{key}": value for key, value in applied.items()}))
@@ -222,7 +226,10 @@ def _merge(parts: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _summary(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of an iteration from those of its updates: means, but extremes, counts and the last learning rate as such."""
+    """Metrics of an iteration from those of its updates: means, but extremes, counts and the last learning rate as such.
+
+    An update that was skipped has no finite loss; the others still have one to tell.
+    """
     rules: dict[str, Callable[[list[float]], float]] = {"min": min, "max": max, "skipped": sum, "lr": lambda x: x[-1]}
-    columns = {name: [u[name] for u in updates] for name in updates[0]}
+    columns = {name: [u[name] for u in updates if np.isfinite(u[name])] or [np.nan] for name in updates[0]}
     return {name: float(rules.get(name.rsplit("/", 1)[1], np.mean)(column)) for name, column in columns.items()}

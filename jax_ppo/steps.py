@@ -52,7 +52,9 @@ class Network:
             self.rate, clip_norm=optim.clip_norm, b1=optim.b1, b2=optim.b2, weight_decay=optim.weight_decay
         )
         self.state_shardings = self._state_shardings()
-        self.start = jax.jit(partial(optimizer.start, transform=self.transform), out_shardings=self.state_shardings, donate_argnums=0)
+        self.start = jax.jit(
+            partial(optimizer.start, transform=self.transform), out_shardings=self.state_shardings, donate_argnums=0
+        )
         self.zeros = jax.jit(
             lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), out_shardings=self.shardings
         )
@@ -94,7 +96,7 @@ class Network:
         return jax.jit(accumulate, out_shardings=(self.shardings, sharding.replicated(self.mesh)), donate_argnums=1)
 
     def _state_shardings(self) -> TrainState:
-        everywhere = sharding.replicated(self.mesh)
+        everywhere: Any = sharding.replicated(self.mesh)
         moments = optax.tree_utils.tree_map_params(
             self.transform,
             lambda _, s: s,
@@ -193,18 +195,10 @@ def decode_shardings(shapes: Params, model: QwenConfig, mesh: Mesh) -> Params:
     return {**specs, "model": {**specs["model"], "layers": [one_layer] * model.num_hidden_layers}}
 
 
-def slot_shardings(model: QwenConfig, mesh: Mesh) -> decoding.Slots:
+def slot_shardings(model: QwenConfig, mesh: Mesh) -> Any:
     """Where the rows being decoded live: rows over `data` and `fsdp`, heads of the cache over `tensor`."""
-    split, everywhere = sharding.rows(mesh), sharding.replicated(mesh)
-    cache = NamedSharding(mesh, PartitionSpec(sharding.ROWS, None, "tensor"))
-    return decoding.Slots(
-        cache=[(cache, cache)] * model.num_hidden_layers,
-        prompts=split,
-        rows=split,
-        column=everywhere,
-        count=everywhere,
-        tokens=split,
-        logprobs=split,
-        lengths=split,
-        done=split,
-    )
+    split: Any = sharding.rows(mesh)
+    everywhere: Any = sharding.replicated(mesh)
+    cache: Any = NamedSharding(mesh, PartitionSpec(sharding.ROWS, None, "tensor"))
+    places: dict[str, Any] = dict.fromkeys(("prompts", "rows", "tokens", "logprobs", "lengths", "done"), split)
+    return decoding.Slots(cache=[(cache, cache)] * model.num_hidden_layers, column=everywhere, count=everywhere, **places)

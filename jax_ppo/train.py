@@ -19,6 +19,7 @@ from jax_ppo.learner import Learner
 from jax_ppo.models import hf
 from jax_ppo.ppo.advantages import adapt_kl_coef
 from jax_ppo.runtime import checkpoint, forecast, metrics, report
+from jax_ppo.runtime.display import Display, start_table
 from jax_ppo.steps import Steps
 from jax_ppo.types import Params, Prompts, Rollout, TrainState
 
@@ -37,8 +38,12 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
       InputError: before weights are loaded, for anything wrong in configuration, data or model files.
       RunError:   for a failure while running.
     """
-    job = prepare(config, workdir)
-    with jax.set_mesh(job.mesh), _signals() as stopped, report.Display(config.train.iterations) as display:
+    return carry_out(prepare(config, workdir))
+
+
+def carry_out(job: Job) -> dict[str, Any]:
+    """Does a job that is prepared; see `run`. SIGTERM and Ctrl-C end it after the current iteration, saved."""
+    with jax.set_mesh(job.mesh), _signals() as stopped, Display(job.config.train.iterations) as display:
         return Trainer(job, display).train(stopped)
 
 
@@ -51,15 +56,20 @@ class Trainer:
     wall:    seconds of the run so far, earlier processes included.
     """
 
-    def __init__(self, job: Job, display: report.Display):
+    def __init__(self, job: Job, display: Display):
         """Shows what will be done, then loads the networks or restores them."""
         config = job.config
         self.job, self.config, self.task, self.display = job, config, job.task, display
         self.steps = Steps(config, job.actor, job.critic, job.mesh)
         self.engine = make_engine(config, self.steps, job.task)
-        self.saved = checkpoint.Checkpoints(job.workdir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best)
-        self.done, self.kl_coef, self.wall, self.seconds = 0, config.ppo.kl_coef, 0.0, {}
-        report.start_table(forecast.overview(config, self.steps, self.task, job.shape), f"jax_ppo: {job.workdir}", console=display.console)
+        self.saved = checkpoint.Checkpoints(
+            job.workdir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+        )
+        self.done, self.kl_coef, self.wall = 0, config.ppo.kl_coef, 0.0
+        self.seconds: dict[str, float] = {}
+        start_table(
+            forecast.overview(config, self.steps, self.task, job.shape), f"jax_ppo: {job.workdir}", console=display.console
+        )
         for note in self.task.notes:
             display.say(note, "yellow")
         actor, critic = self._restore() if job.resuming else self._begin()
@@ -69,13 +79,14 @@ class Trainer:
 
     def train(self, stopped: list[int]) -> dict[str, Any]:
         """The loop. Ends early, saved, once `stopped` holds a signal."""
-        config, last = self.config, {}
-        options = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb, "config": to_dict(config)}
+        config, last = self.config, dict[str, Any]()
+        options: dict[str, Any] = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb, "config": to_dict(config)}
         with metrics.Writer(self.job.workdir, resume_after=self.done, **options) as writer:
             if self.done == 0 and config.eval.every and config.eval.at_start:
                 self._show(writer, 0, self._evaluate(0))
             for i in range(self.done + 1, config.train.iterations + 1):
                 last = self.iterate(i)
+                self.saved.check()
                 stop = bool(stopped) or i == config.train.iterations
                 if config.eval.every and (i % config.eval.every == 0 or i == config.train.iterations):
                     last |= self._evaluate(i)
@@ -89,7 +100,9 @@ class Trainer:
         self.saved.close()
         report.write_report(self.job.workdir)
         if not last:
-            self.display.say(f"iteration {self.done} of {config.train.iterations} is done; raise config.train.iterations to go on")
+            self.display.say(
+                f"iteration {self.done} of {config.train.iterations} is done; raise config.train.iterations to go on"
+            )
         return last
 
     def iterate(self, i: int) -> dict[str, Any]:
@@ -123,6 +136,8 @@ class Trainer:
             prompts,
             key,
             temperature=self.config.rollout.temperature,
+            top_k=self.config.rollout.top_k,
+            top_p=self.config.rollout.top_p,
             progress=lambda done, total: self.display.stage("rollout", done, total),
         )
 

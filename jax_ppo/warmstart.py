@@ -46,7 +46,7 @@ def warm_start(
     optim = OptimConfig(lr=warm.lr, b2=warm.b2, warmup=warm.steps // 20, schedule="linear")
     network = Network(config, model, mesh, optim, "lm_head", warm.steps)
     accumulate = network.accumulator(update.supervised_objective)
-    state, losses = network.start(params), []
+    state, losses = network.start(params), list[Any]()
     rows, length = shape
     lengths = np.array([len(r) for r in responses], np.int32)
     padded = np.zeros((len(responses), int(lengths.max())), np.int32)
@@ -57,14 +57,14 @@ def warm_start(
     shards = sharding.row_shards(mesh)
     rows = min(rows, -(-max(needed) // shards) * shards)
     for chosen in everything:
-        grads, total = network.zeros(state.params), jnp.float32(lengths[chosen].sum())
+        grads, total, loss = network.zeros(state.params), jnp.float32(lengths[chosen].sum()), jnp.float32(0.0)
         for batch in packing.layout(prompts, padded, lengths, chosen, rows=rows, row_length=length):
             grads, metrics = accumulate(state.params, grads, jax.device_put(batch, sharding.rows(mesh)), total)
-            losses.append(metrics["warmstart/loss"])
+            loss = loss + metrics["warmstart/loss"]
         state, _ = network.apply(state, grads)
+        losses.append(loss)
         progress()
-    per_update = np.array(jax.device_get(losses)).reshape(warm.steps, -1).sum(axis=1) if len(losses) % warm.steps == 0 else np.array(losses)
-    loss = float(per_update[-max(warm.steps // 10, 1) :].mean())
-    if not np.isfinite(loss):
-        raise RunError(f"the warm start ended with a loss of {loss}; lower config.warmstart.lr={warm.lr}")
-    return state.params, loss
+    last = float(np.mean(jax.device_get(losses[-max(warm.steps // 10, 1) :])))
+    if not np.isfinite(last):
+        raise RunError(f"the warm start ended with a loss of {last}; lower config.warmstart.lr={warm.lr}")
+    return state.params, last

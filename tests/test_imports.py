@@ -30,27 +30,29 @@ LAYERS = (
     Layer(("config",), pure=True),
     Layer(("rewards",), pure=True),
     Layer(("steps",), pure=False),
-    Layer(("data", "runtime", "rollout.engine"), pure=False),
-    Layer(("evaluate",), pure=False),
+    Layer(("learner", "warmstart", "data", "runtime", "rollout.engine"), pure=False),
+    Layer(("evaluate", "job"), pure=False),
     Layer(("train",), pure=False),
     Layer(("main",), pure=False),
 )
 
 # All that a pure module may import from outside: nothing here opens a file or a connection, reads a clock or writes a log.
 PURE_IMPORTS = frozenset(
-    "abc chex collections dataclasses enum flax fractions functools itertools jax math ml_collections ml_dtypes numbers numpy"
-    " operator optax re string types typing unicodedata".split()
+    "abc chex collections dataclasses difflib enum flax fractions functools itertools jax math ml_collections ml_dtypes numbers"
+    " numpy operator optax re string types typing unicodedata".split()
 )
 IMPURE_CALLS = frozenset({"open", "print", "input", "__import__", "breakpoint"})
 
 # (module, import) -> why this pure module may all the same.
 EXCEPTIONS = {
-    ("models.hf", "json"): "reads and writes config.json and the index of the shards",
     ("models.hf", "pathlib"): "reads and writes a model directory",
-    ("models.hf", "safetensors"): "reads and writes the weights",
     ("models.hf", "shutil"): "copies tokenizer files beside exported weights",
-    ("models.hf", "struct"): "reads the header of a safetensors file",
-    ("models.hf", "warnings"): "tells which of two contradicting tensors it took",
+    ("models.hf", "warnings"): "tells which of two contradicting tensors it took, and which it ignored",
+    ("models.hf_config", "json"): "reads and writes config.json",
+    ("models.hf_config", "pathlib"): "reads and writes config.json",
+    ("models.tensor_files", "json"): "reads and writes the index of the shards",
+    ("models.tensor_files", "pathlib"): "reads and writes the files of a model directory",
+    ("models.tensor_files", "safetensors"): "reads and writes the weights",
     ("rewards.custom", "inspect"): "checks the signature of the user's function",
     ("rewards.custom", "pathlib"): "loads the user's file",
     ("rewards.custom", "sys"): "registers the user's module",

@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ppo.sharding import constrain
 
@@ -54,37 +55,39 @@ class QwenConfig:
 
 
 def rotary(positions: jax.Array, config: QwenConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of position x frequency, each [B, T, H/2] float32.
-
-    frequency_i = theta^(-2i/H). With YaRN, pair i keeps its frequency where it turns often within the original context, has
-    it divided by `factor` where it turns less than once, is blended in between, and cos and sin are multiplied by
-    0.1 ln(factor) + 1.
+    """cos and sin of position x frequency, each [B, T, H/2] float32, times YaRN's factor.
 
     Args:
       positions: [B, T] int, position of each token in its own sequence.
       config:    the model.
     """
     frequency, scale = rotary_frequencies(config)
-    angle = positions[..., None].astype(jnp.float32) * frequency
+    angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
-def rotary_frequencies(config: QwenConfig) -> tuple[jax.Array, float]:
-    """Inverse frequencies [H/2] float32, and the factor on cos and sin."""
-    size = config.head_dim
-    plain = config.rope_theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
-    yarn = config.yarn
+def rotary_frequencies(config: QwenConfig) -> tuple[np.ndarray, float]:
+    """Frequencies [H/2] float32 in radians a token, and the factor on cos and sin.
+
+    frequency_i = theta^(-2i/H). With YaRN, pair i keeps its frequency where it turns often within the original context, has
+    it divided by `factor` where it turns less than once, is blended in between, and the factor is 0.1 ln(factor) + 1.
+
+    Constants, so they are worked out on the host in float64: an accelerator's power function is off by more than the last bit,
+    which the position multiplies.
+    """
+    size, yarn = config.head_dim, config.yarn
+    plain = config.rope_theta ** (-np.arange(0, size, 2) / size)
     if yarn is None:
-        return plain[None, None], 1.0
+        return plain.astype(np.float32), 1.0
 
     def pair(turns: float) -> float:
         ratio = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
         return size * math.log(ratio) / (2 * math.log(config.rope_theta))
 
     low, high = max(math.floor(pair(yarn.beta_fast)), 0), min(math.ceil(pair(yarn.beta_slow)), size - 1)
-    ramp = jnp.clip((jnp.arange(size // 2, dtype=jnp.float32) - low) / max(high - low, 0.001), 0.0, 1.0)
-    scale = yarn.attention_factor if yarn.attention_factor is not None else 0.1 * math.log(yarn.factor) + 1.0
-    return (plain * (1.0 - ramp) + plain / yarn.factor * ramp)[None, None], scale
+    ramp = np.clip((np.arange(size // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+    scale = yarn.attention_factor if yarn.attention_factor is not None else 0.1 * math.log(max(yarn.factor, 1.0)) + 1.0
+    return (plain * (1.0 - ramp) + plain / yarn.factor * ramp).astype(np.float32), scale
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -118,7 +121,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", nn.initializers.normal(0.02), (self.inputs, self.outputs))
+        kernel = self.param("kernel", nn.initializers.normal(self.inputs**-0.5), (self.inputs, self.outputs))
         y = x @ kernel.astype(x.dtype)
         if self.bias:
             bias = self.param("bias", nn.initializers.zeros, (self.outputs,))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.models import attention
-from jax_ppo.models.layers import Layer, QwenConfig, RMSNorm, rotary
+from jax_ppo.models.layers import Attend, Layer, QwenConfig, RMSNorm, rotary
 from jax_ppo.sharding import constrain
 from jax_ppo.types import Params
 
@@ -25,7 +25,7 @@ Cache = list[tuple[jax.Array, jax.Array]]
 
 
 def init(key: jax.Array, config: QwenConfig, *, head: str = "lm_head") -> Params:
-    """Fresh parameters in float32: normal with std 0.02, norms 1, biases 0, the critic's head 0.
+    """Fresh parameters in float32: normal with std 1 / sqrt(inputs), norms 1, biases 0, the critic's head 0.
 
     Args:
       key:    PRNG key.
@@ -35,7 +35,7 @@ def init(key: jax.Array, config: QwenConfig, *, head: str = "lm_head") -> Params
     embed_key, layer_key, head_key = jax.random.split(key, 3)
     x, rope = jnp.zeros((1, 1, config.hidden_size)), rotary(jnp.zeros((1, 1), jnp.int32), config)
     one_layer = lambda k: Layer(config).init(k, x, rope, lambda q, k, v: (q, None))["params"]  # noqa: E731
-    normal = lambda k, *shape: 0.02 * jax.random.normal(k, shape)  # noqa: E731
+    normal = lambda k, *shape: config.hidden_size**-0.5 * jax.random.normal(k, shape)  # noqa: E731
     params: Params = {
         "model": {
             "embed_tokens": {"weight": normal(embed_key, config.vocab_size, config.hidden_size)},
@@ -84,7 +84,7 @@ def hidden_states(
         return attention.packed(q, k, v, segment_ids, method=method), (k, v) if keep_cache else None
 
     def body(x, layer):
-        return Layer(config).apply({"params": layer}, x, rope, attend)
+        return _apply_layer(layer, config, x, rope, attend)
 
     x = constrain(embed(params, tokens, dtype), "rows", None, None)
     x, kept = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params["model"]["layers"])
@@ -98,7 +98,8 @@ def embed(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
 
 def final_norm(params: Params, config: QwenConfig, x: jax.Array) -> jax.Array:
     """The norm behind the last layer."""
-    return RMSNorm(config.hidden_size, config.rms_norm_eps).apply({"params": params["model"]["norm"]}, x)
+    normal: Any = RMSNorm(config.hidden_size, config.rms_norm_eps).apply({"params": params["model"]["norm"]}, x)
+    return normal
 
 
 def unembedding(params: Params) -> jax.Array:
@@ -131,8 +132,10 @@ def logits(
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     if segment_ids is None:
         segment_ids = jnp.ones(tokens.shape, jnp.int32)
-    hidden, _ = hidden_states(params, config, tokens, positions, segment_ids, dtype=jnp.float32, remat=False)
-    return hidden @ unembedding(params).astype(jnp.float32)
+    # Accelerators multiply float32 matrices in fewer bits unless told otherwise.
+    with jax.default_matmul_precision("float32"):
+        hidden, _ = hidden_states(params, config, tokens, positions, segment_ids, dtype=jnp.float32, remat=False)
+        return hidden @ unembedding(params).astype(jnp.float32)
 
 
 def values(params: Params, hidden: jax.Array) -> jax.Array:
@@ -213,7 +216,7 @@ def decode(
             vals = jax.lax.dynamic_update_slice(vals, v.astype(vals.dtype), (0, column, 0, 0))
             return attention.attend(q, keys, vals, live), (keys, vals)
 
-        x, kept = Layer(config).apply({"params": layer}, x, rope, attend)
+        x, kept = _apply_layer(layer, config, x, rope, attend)
         updated.append(kept)
     return next_logits(weights, final_norm(weights, config, x)[:, 0]), updated
 
@@ -224,3 +227,10 @@ def next_logits(params: Params, hidden: jax.Array) -> jax.Array:
         return jnp.matmul(hidden, params["lm_head"]["kernel"].astype(hidden.dtype), preferred_element_type=jnp.float32)
     weight = params["model"]["embed_tokens"]["weight"].astype(hidden.dtype)
     return jnp.einsum("bd,vd->bv", hidden, weight, preferred_element_type=jnp.float32)
+
+
+def _apply_layer(
+    weights: Params, config: QwenConfig, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend
+) -> tuple[jax.Array, Any]:
+    out: Any = Layer(config).apply({"params": weights}, x, rope, attend)
+    return out

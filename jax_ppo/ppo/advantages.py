@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.ppo.masked import masked_mean, select
+from jax_ppo.ppo.masked import masked_mean, masked_var, select
 
 EXPONENT_LIMIT = 20.0
 
@@ -12,23 +12,27 @@ EXPONENT_LIMIT = 20.0
 def kl_estimate(logprobs: jax.Array, ref_logprobs: jax.Array, kind: str) -> jax.Array:
     """A per-token estimate of KL(policy || reference), with d = logprobs - ref_logprobs.
 
-    k1 = d;  abs = |d|;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d  (J. Schulman, "Approximating KL divergence", 2020). The exponent
-    is clamped to +-20, so that value and gradient stay finite.
+    k1 = d;  abs = |d|;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d  (J. Schulman, "Approximating KL divergence", 2020). In k3, d is at
+    least -20, so that value and gradient stay finite; below, the gradient is 0, for that of the exponential is beyond use.
 
     Args:
-      logprobs, ref_logprobs: any equal shape, float32, in nats.
+      logprobs, ref_logprobs: any equal shape, in nats.
       kind: "k1", "k2", "k3" or "abs".
+
+    Returns:
+      float32, the same shape.
 
     Raises:
       ValueError: for another kind.
     """
     chex.assert_equal_shape([logprobs, ref_logprobs])
-    d = logprobs - ref_logprobs
+    d = jnp.asarray(logprobs, jnp.float32) - jnp.asarray(ref_logprobs, jnp.float32)
+    above = jnp.maximum(d, -EXPONENT_LIMIT)
     estimates = {
         "k1": lambda: d,
         "abs": lambda: jnp.abs(d),
         "k2": lambda: 0.5 * d * d,
-        "k3": lambda: jnp.expm1(-jnp.clip(d, -EXPONENT_LIMIT, EXPONENT_LIMIT)) + d,
+        "k3": lambda: jnp.expm1(-above) + above,
     }
     if kind not in estimates:
         raise ValueError(f"kind {kind!r}: must be one of {', '.join(estimates)}")
@@ -55,8 +59,7 @@ def token_rewards(scores: jax.Array, kl: jax.Array, mask: jax.Array, *, kl_coef:
     """
     chex.assert_rank([scores, kl, mask], [1, 2, 2])
     chex.assert_equal_shape([kl, mask])
-    penalty = -kl_coef * select(jnp.asarray(kl, jnp.float32), mask)
-    return select(penalty, mask) + jnp.where(last_token(mask), jnp.asarray(scores, jnp.float32)[:, None], 0.0)
+    return jnp.where(last_token(mask), jnp.asarray(scores, jnp.float32)[:, None], 0.0) - kl_coef * select(kl, mask)
 
 
 def gae(
@@ -87,7 +90,7 @@ def gae(
     chex.assert_rank([rewards, values, mask], 2)
     chex.assert_equal_shape([rewards, values, mask])
     real = mask != 0
-    rewards, values = select(rewards.astype(jnp.float32), real), select(values.astype(jnp.float32), real)
+    rewards, values = select(rewards, real), select(values, real)
     last = jnp.zeros(rewards.shape[0]) if bootstrap is None else jnp.asarray(bootstrap, jnp.float32)
 
     def backward(carry, token):
@@ -98,7 +101,7 @@ def gae(
         return carry, jnp.where(here, advantage, 0.0)
 
     _, advantages = jax.lax.scan(backward, (last, jnp.zeros_like(last)), (rewards.T, values.T, real.T), reverse=True)
-    return advantages.T, select(advantages.T + values, real)
+    return advantages.T, advantages.T + values
 
 
 def adapt_kl_coef(coef: float, kl: float, *, target: float, count: int, horizon: float = 10_000.0) -> float:
@@ -115,8 +118,8 @@ def adapt_kl_coef(coef: float, kl: float, *, target: float, count: int, horizon:
 
 
 def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
-    """1 - Var(returns - values) / Var(returns) over real tokens, scalar; 0 where the returns do not vary."""
-    centre = lambda x: select(x - masked_mean(x, mask), mask)  # noqa: E731
-    spread = masked_mean(centre(returns) ** 2, mask)
-    error = masked_mean(centre(select(returns, mask) - select(values, mask)) ** 2, mask)
-    return jnp.where(spread > 0, 1.0 - error / jnp.where(spread > 0, spread, 1.0), 0.0)
+    """1 - Var(returns - values) / Var(returns) over real tokens, scalar; 0 where the returns vary by no more than rounding."""
+    spread, size = masked_var(returns, mask), masked_mean(select(returns, mask) ** 2, mask)
+    varies = spread > 1e-10 * size
+    error = masked_var(select(returns, mask) - select(values, mask), mask)
+    return jnp.where(varies, 1.0 - error / jnp.where(varies, spread, 1.0), 0.0)

@@ -23,7 +23,7 @@ def token_logprobs(
     Returns:
       (logprobs, entropy), both [N, L] float32, in nats.
     """
-    count, length, width = hidden.shape
+    count, length, _ = hidden.shape
     columns = max(1, min(length, BLOCK_ELEMENTS // (count * unembedding.shape[1])))
     blocks = -(-length // columns)
     columns = -(-length // blocks)

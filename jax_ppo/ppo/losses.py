@@ -30,6 +30,11 @@ def aggregation_total(tokens: float, sequences: float, mode: str) -> float:
     return max(tokens if mode == "token-mean" else sequences, 1.0)
 
 
+def average(x: jax.Array, mask: jax.Array, total: float | jax.Array | None) -> jax.Array:
+    """sum(m x) / total, scalar float32; the masked mean where `total` is None."""
+    return masked_mean(x, mask) if total is None else masked_sum(x, mask) / total
+
+
 def policy_loss(
     logprobs: jax.Array,
     old_logprobs: jax.Array,
@@ -70,7 +75,7 @@ def policy_loss(
         bound = -advantages * dual_clip
         bounded = (advantages < 0) & (loss > bound)
         loss = jnp.where(advantages < 0, jnp.minimum(loss, bound), loss)
-    value = masked_sum(loss, mask) / (jnp.sum(jnp.asarray(mask, jnp.float32)).clip(min=1e-8) if total is None else total)
+    value = average(loss, mask, total)
     low, high = masked_range(ratio, real)
     return value, {
         "actor/pg_loss": value,
@@ -108,10 +113,10 @@ def value_loss(
     plain = (values - returns) ** 2
     loss, clipped = plain, jnp.zeros_like(plain)
     if clip is not None:
-        near = (old_values + jnp.clip(values - old_values, -clip, clip) - returns) ** 2
+        # Written so that a value inside the range comes back bit for bit; it would be counted as clipped otherwise.
+        near = (jnp.clip(values, old_values - clip, old_values + clip) - returns) ** 2
         loss, clipped = jnp.maximum(plain, near), (near > plain).astype(jnp.float32)
-    total = jnp.sum(jnp.asarray(mask, jnp.float32)).clip(min=1e-8) if total is None else total
-    value = 0.5 * masked_sum(loss, mask) / total
+    value = 0.5 * average(loss, mask, total)
     return value, {
         "critic/vf_loss": value,
         "critic/vf_clipfrac": masked_mean(clipped, real),

@@ -6,20 +6,19 @@ import jax.numpy as jnp
 
 
 def select(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """x where the mask is non-zero, else 0. Apply it *before* arithmetic: the gradient of a masked NaN is NaN otherwise.
+    """x in float32 where the mask is non-zero, else 0. Apply it *before* arithmetic: the gradient of a masked NaN is NaN otherwise.
 
     Args:
-      x:    any shape, float.
+      x:    any shape, any float.
       mask: the same shape, bool or number.
     """
-    return jnp.where(jnp.asarray(mask) != 0, x, jnp.zeros_like(x))
+    return jnp.where(jnp.asarray(mask) != 0, jnp.asarray(x, jnp.float32), 0.0)
 
 
 def masked_sum(x: jax.Array, mask: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
     """sum(m x) in float32. The mask may hold weights."""
     chex.assert_equal_shape([x, mask])
-    weight = jnp.asarray(mask, jnp.float32)
-    return jnp.sum(select(jnp.asarray(x, jnp.float32), mask) * weight, axis=axis)
+    return jnp.sum(select(x, mask) * jnp.asarray(mask, jnp.float32), axis=axis)
 
 
 def masked_mean(x: jax.Array, mask: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
@@ -39,7 +38,7 @@ def masked_mean(x: jax.Array, mask: jax.Array, axis: int | tuple[int, ...] | Non
 
 def masked_var(x: jax.Array, mask: jax.Array) -> jax.Array:
     """Population variance over the masked entries, scalar float32; 0 where there are none."""
-    centred = select(jnp.asarray(x, jnp.float32), mask) - masked_mean(x, mask)
+    centred = select(x, mask) - masked_mean(x, mask)
     return masked_mean(centred * centred, mask)
 
 
@@ -65,5 +64,5 @@ def whiten(x: jax.Array, mask: jax.Array, *, eps: float = 1e-8) -> jax.Array:
     Returns:
       float32, the shape of x.
     """
-    centred = select(jnp.asarray(x, jnp.float32), mask) - masked_mean(x, mask)
+    centred = select(x, mask) - masked_mean(x, mask)
     return select(centred * jax.lax.rsqrt(masked_var(x, mask) + eps), mask)

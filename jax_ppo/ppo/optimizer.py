@@ -1,7 +1,5 @@
 """AdamW with clipping and a schedule counted in updates, and the guard against non-finite gradients."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -40,7 +38,7 @@ def optimizer(
       b1, b2:        Adam's decay rates.
       weight_decay:  decoupled decay per unit of learning rate.
     """
-    matrices = lambda params: jax.tree_util.tree_map_with_path(lambda p, _: p[-1].key in ("kernel",), params)  # noqa: E731
+    matrices = lambda params: jax.tree_util.tree_map_with_path(lambda p, _: p[-1].key == "kernel", params)  # noqa: E731
     return optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
         optax.scale_by_adam(b1, b2, eps=1e-8),
@@ -68,20 +66,20 @@ def apply(
     Returns:
       The new state, and {"grad_norm", "lr", "skipped", "update_ratio"}; update_ratio is |update| / |params|.
     """
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     good = jnp.isfinite(norm)
     # Zeros instead of the gradient keep NaN out of the arithmetic; its results are thrown away.
     safe = jax.tree.map(lambda g, p: jnp.where(good, g, 0.0).astype(p.dtype), grads, state.params)
     updates, opt_state = transform.update(safe, state.opt_state, state.params)
     keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)  # noqa: E731
-    size = optax.global_norm(updates) / jnp.maximum(optax.global_norm(state.params), 1e-30)
+    size = optax.tree.norm(updates) / jnp.maximum(optax.tree.norm(state.params), 1e-30)
     new = TrainState(
         params=keep(optax.apply_updates(state.params, updates), state.params),
         opt_state=keep(opt_state, state.opt_state),
         updates=state.updates + good.astype(jnp.int32),
         skipped=jnp.where(good, 0, state.skipped + 1),
     )
-    metrics: dict[str, Any] = {
+    metrics = {
         "grad_norm": norm,
         "lr": jnp.asarray(learning_rate(state.updates), jnp.float32),
         "skipped": 1.0 - good.astype(jnp.float32),

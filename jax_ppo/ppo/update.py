@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ppo.models import qwen
 from jax_ppo.ppo import advantages as adv
@@ -21,7 +22,7 @@ Metrics = dict[str, jax.Array]
 Forward = Callable[[Params, PackedBatch], jax.Array]
 
 
-def gather(x: jax.Array, source: jax.Array) -> jax.Array:
+def gather(x: jax.Array, source: jax.Array | np.ndarray) -> jax.Array:
     """Carries a [B, R] array to packed positions [N, L]: x of the response token that a position predicts, else 0."""
     return jnp.where(source >= 0, x.reshape(-1)[jnp.maximum(source, 0)], 0.0)
 
@@ -135,7 +136,7 @@ def critic_objective(
 def supervised_objective(params: Params, forward: Forward, batch: PackedBatch, total: jax.Array) -> tuple[jax.Array, Metrics]:
     """Mean negative log-likelihood of the response tokens, -sum(log p) / total; `total` tokens in the whole batch."""
     logprobs, _ = policy_scores(forward, params, batch, temperature=1.0)
-    loss = -masked_sum(logprobs, batch.source >= 0) / total
+    loss = -masked_sum(logprobs, jnp.asarray(batch.source) >= 0) / total
     return loss, {"warmstart/loss": loss}
 
 
@@ -172,7 +173,7 @@ def make_experience(
     Returns:
       The experience, and the metrics of the batch.
     """
-    kl = select(adv.kl_estimate(select(old_logprobs, mask), select(ref_logprobs, mask), kl_kind), mask)
+    kl = adv.kl_estimate(old_logprobs, ref_logprobs, kl_kind)
     rewards = adv.token_rewards(scores, kl, mask, kl_coef=kl_coef)
     bootstrap = jnp.where(finished, 0.0, after) if bootstrap_truncated else None
     advantages, actor_returns = adv.gae(rewards, values, mask, gamma=gamma, lam=lam_actor, bootstrap=bootstrap)

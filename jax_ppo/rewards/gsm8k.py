@@ -61,9 +61,9 @@ REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\[$%]", "$"),
         (r"\\[,;: ]|~", " "),
         (rf"\^ ?[{OPEN}]? ?[{SIGN}]?[0-9]+(?:\.[0-9]+)?[{CLOSE}]?", "²"),
-        (r"\\(?:cdot|times|div)(?![A-Za-z])", "×"),
+        (r"\\(?:cdot|times|div)", "×"),
         (r"\\[dtc]?frac|\\?sqrt", "√"),
-        (r"\\pm(?![A-Za-z])|\+/-", "±"),
+        (r"\\pm|\+/-", "±"),
     )
 )
 LIST_DASH = re.compile(rf"(?<=\n)([ \t]*)[{DASH}] ")
@@ -80,7 +80,7 @@ NUMBER = re.compile(
 ONLY_NUMBER = re.compile(rf"[{SPACE}{IGNORED}]*{NUMBER.pattern}[{SPACE}{IGNORED}]*")
 # What may stand between two numbers that run on into each other.
 JOINT = re.compile(
-    rf"[{SPACE}{IGNORED}{SIGN}]*"
+    rf"[{SPACE}{IGNORED}]*"
     rf"|[{SPACE}{IGNORED}{CLOSE}]*+[{OPERATOR}][{SPACE}{IGNORED}{OPERATOR}{OPEN}{CLOSE}]*"
     rf"|( ?)\*\1[{OPEN}]+"
     rf"|[{CLOSE}]*[{OPEN}]+"

@@ -1,108 +1,130 @@
-"""What a run will need, said before it starts."""
+"""What a run will do and need, said before it starts."""
 
-from collections.abc import Sequence
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_ppo.config import Config, default_config, to_dict
+from jax_ppo import sharding
+from jax_ppo.config import Config, keys, to_dict
 from jax_ppo.data.task import Task
-from jax_ppo.models.layers import QwenConfig
+from jax_ppo.models import attention
 from jax_ppo.ppo.logprobs import BLOCK_ELEMENTS
 from jax_ppo.steps import Network, Steps
 
-GB = 1e9
 
-
-def shard_bytes(shapes: object, shardings: object, itemsize: int) -> int:
+def shard_bytes(shapes: Any, shardings: Any) -> int:
     """Bytes of one device's part of a tree of arrays."""
-    parts = jax.tree.map(lambda x, s: int(np.prod(s.shard_shape(x.shape))) * itemsize, shapes, shardings)
+    parts = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, shapes, shardings)
     return sum(jax.tree.leaves(parts))
 
 
-def memory(config: Config, steps: Steps, shape: tuple[int, int], prompt_width: int) -> dict[str, float]:
+def memory(config: Config, steps: Steps, shape: tuple[int, int], prompt_width: int) -> dict[str, int]:
     """A forecast of bytes on one device, item by item.
 
-    The networks count exactly; activations are the larger of what the backward pass keeps with rematerialisation (the input of
-    every layer, one layer's insides, one block of logits) and what decoding keeps.
+    Weights and moments are exact; the reference is counted in the dtype of the weights, though it may be stored in a smaller
+    one; activations are what the backward pass keeps with rematerialisation: the input of every layer, the insides of one
+    layer, and one block of logits.
 
     Args:
       config: the run.
       steps:  its jitted functions.
       shape:  (N, L) of a micro-batch.
       prompt_width: P.
+
+    Returns:
+      "actor" and "critic" with their moments, "reference", "gradients" of one network, "rollout": weights and cache of the token
+      loop, and "activations".
     """
-    actor, critic = steps.actor, steps.critic
-    master, compute = jnp.dtype(config.model.param_dtype).itemsize, jnp.dtype(actor.dtype).itemsize
-    network = lambda n: shard_bytes(n.shapes, n.shardings, master)  # noqa: E731
-    devices = steps.mesh.size
-    rows = -(-(config.rollout.slots or config.sequences) * steps.mesh.shape["tensor"] // devices)
-    model = actor.model
-    width = prompt_width + config.rollout.max_response_tokens
-    cache = 2 * rows * width * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * compute
-    tensor = steps.mesh.shape["tensor"]
-    needs = bool(config.ppo.kl_coef or config.ppo.kl_loss_coef)
+    master, nets, mesh = config.model.param_dtype, (steps.actor, steps.critic), steps.mesh
+    actor = steps.actor
+    state = {
+        name: shard_bytes(n.state_shapes(master), n.state_shardings) for name, n in zip(("actor", "critic"), nets, strict=True)
+    }
+    weights = [shard_bytes(n.typed_shapes(master), n.shardings) for n in nets]
+    # The sum over micro-batches is in float32; beside it stands the gradient of one of them.
+    gradients = [shard_bytes(n.typed_shapes(jnp.float32), n.shardings) + w for n, w in zip(nets, weights, strict=True)]
     return {
-        "actor weights and moments": 3 * network(actor),
-        "critic weights and moments": 3 * network(critic),
-        "reference": float(needs * shard_bytes(actor.shapes, actor.shardings, min(master, 4))),
-        "gradients (one network)": 2 * shard_bytes(actor.shapes, actor.shardings, 4),
-        "rollout: weights and cache": shard_bytes(actor.shapes, actor.shardings, compute) + cache / tensor,
-        "update: activations": _activations(actor, shape, compute) * tensor / devices,
+        **state,
+        "reference": weights[0] if config.ppo.kl_coef or config.ppo.kl_loss_coef else 0,
+        "gradients": max(gradients),
+        "rollout": shard_bytes(actor.typed_shapes(actor.dtype), sharding.decode_specs(actor.shapes, mesh))
+        + _cache(config, actor, prompt_width),
+        "activations": max(_activations(n, shape) for n in nets),
     }
 
 
-def peak(parts: dict[str, float]) -> float:
+def peak(parts: dict[str, int]) -> int:
     """The largest sum of what stands in memory at the same time: rollout and update do not overlap."""
-    apart = ("rollout: weights and cache", "gradients (one network)", "update: activations")
-    always = sum(size for name, size in parts.items() if name not in apart)
-    return always + max(parts[apart[0]], parts[apart[1]] + parts[apart[2]])
+    update = parts["gradients"] + parts["activations"]
+    return parts["actor"] + parts["critic"] + parts["reference"] + max(parts["rollout"], update)
 
 
 def overview(config: Config, steps: Steps, task: Task, shape: tuple[int, int]) -> list[tuple[str, str]]:
     """The rows of the table at the start of a run."""
-    device = jax.devices()[0]
+    device, ppo, rollout = jax.devices()[0], config.ppo, config.rollout
+    updates, minibatch = config.updates_per_iteration, config.sequences // ppo.minibatches
     parts = memory(config, steps, shape, task.prompt_width)
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
-    rows = [
-        ("devices", f"{jax.device_count()} x {device.device_kind}, mesh {dict(steps.mesh.shape)}"),
-        ("actor", _describe(steps.actor.model, steps.actor)),
-        ("critic", _describe(steps.critic.model, steps.critic)),
-        ("numbers", f"weights {config.model.param_dtype}, compute {jnp.dtype(steps.actor.dtype).name}"),
-        ("data", f"{task.name}: {len(task.train)} training and {len(task.test)} held-out problems"),
-        ("tokens", f"prompts up to {task.prompt_width}, responses up to {config.rollout.max_response_tokens}, end ids {list(task.end_ids)}"),
-        (
-            "iteration",
-            f"{config.rollout.batch} prompts x {config.rollout.n} = {config.sequences} responses, {config.ppo.epochs} epochs x"
-            f" {config.ppo.minibatches} minibatches = {config.updates_per_iteration} updates, {config.train.iterations} iterations",
-        ),
-        ("micro-batch", f"{shape[0]} rows x {shape[1]} tokens"),
-    ]
-    rows += [(f"memory: {name}", f"{size / GB:.2f} GB") for name, size in parts.items()]
-    total = f"{peak(parts) / GB:.2f} GB a device, forecast" + (f", of {limit / GB:.2f} GB" if limit else "")
-    return [*rows, ("memory: peak", total), ("changed keys", ", ".join(changed(config)) or "none")]
-
-
-def changed(config: Config) -> Sequence[str]:
-    """key=value of everything that differs from the defaults."""
-    default = default_config().to_dict()
+    total = f"{size(peak(parts))} a device at the peak, forecast" + (f"; it has {size(limit)}" if limit else "")
+    if limit and peak(parts) > limit:
+        total += ": too little; lower ppo.micro_tokens or rollout.slots, or use more devices"
+    said = lambda *names: ", ".join(f"{name} {size(parts[name])}" for name in names)  # noqa: E731
+    mesh = " ".join(f"{axis}={count}" for axis, count in steps.mesh.shape.items())
     return [
-        f"{section}.{key}={value}"
-        for section, keys in to_dict(config).items()
-        for key, value in keys.items()
-        if value != default[section][key]
+        ("devices", f"{jax.device_count()} x {device.device_kind}, mesh {mesh}"),
+        ("actor", _describe(steps.actor)),
+        ("critic", _describe(steps.critic)),
+        ("numbers", f"weights {config.model.param_dtype}, compute {jnp.dtype(steps.actor.dtype).name}"),
+        ("data", f"{task.name}: {len(task.train):,} training and {len(task.test):,} held-out problems"),
+        ("prompts", f"up to {task.prompt_width} tokens"),
+        ("responses", f"up to {rollout.max_response_tokens} tokens, ended by {' or '.join(map(str, task.end_ids))}"),
+        ("rollout", f"{_count(rollout.batch, 'prompt')} x {rollout.n} = {_count(config.sequences, 'response')} an iteration"),
+        ("update", f"{_count(ppo.epochs, 'epoch')} x {ppo.minibatches} minibatches of {minibatch} = {_count(updates, 'update')}"),
+        ("run", f"{_count(config.train.iterations, 'iteration')}, {_count(config.total_updates, 'update')}"),
+        ("micro-batch", f"{shape[0]} rows x {shape[1]} tokens"),
+        ("memory", total),
+        ("", "always: " + said("actor", "critic", "reference")),
+        ("", f"by turns: {said('rollout')}; {said('gradients', 'activations')}"),
+        ("changed keys", ", ".join(changed(config)) or "none"),
     ]
 
 
-def _describe(model: QwenConfig, network: Network) -> str:
-    count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(network.shapes))
-    return f"{count:,} parameters, {model.num_hidden_layers} layers, width {model.hidden_size}, vocabulary {model.vocab_size}"
+def changed(config: Config) -> list[str]:
+    """key=value of everything that differs from the defaults."""
+    values = {f"{section}.{key}": value for section, inside in to_dict(config).items() for key, value in inside.items()}
+    return [f"{name}={values[name]}" for name, key in keys().items() if values[name] != key.default]
 
 
-def _activations(network: Network, shape: tuple[int, int], itemsize: int) -> float:
-    model, tokens = network.model, shape[0] * shape[1]
-    kept = model.num_hidden_layers if network.remat else 12 * model.num_hidden_layers
+def size(count: float) -> str:
+    """Bytes for people: "0.4 MB", "37 MB", "5.9 GB"."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB" if count >= 1e7 else f"{count / 1e6:.1f} MB"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _describe(network: Network) -> str:
+    model, count = network.model, sum(math.prod(x.shape) for x in jax.tree.leaves(network.shapes))
+    return f"{count:,} parameters: {model.num_hidden_layers} layers, width {model.hidden_size}, vocabulary {model.vocab_size:,}"
+
+
+def _cache(config: Config, actor: Network, prompt_width: int) -> int:
+    """The keys and values of all layers, once at full width, and once at the width before: while it grows, both exist."""
+    model, mesh, limit = actor.model, actor.mesh, config.rollout.max_response_tokens
+    rows = -(-(config.rollout.slots or config.sequences) // sharding.row_shards(mesh))
+    columns = 2 * prompt_width + limit + limit // 2
+    heads = model.num_key_value_heads // mesh.shape["tensor"]
+    return 2 * rows * columns * model.num_hidden_layers * heads * model.head_dim * jnp.dtype(actor.dtype).itemsize
+
+
+def _activations(network: Network, shape: tuple[int, int]) -> int:
+    model, itemsize = network.model, jnp.dtype(network.dtype).itemsize
+    rows, length = shape[0] // sharding.row_shards(network.mesh), shape[1]
+    kept = model.num_hidden_layers * (1 if network.remat else 12) * model.hidden_size
     inside = 4 * model.hidden_size + 4 * model.intermediate_size
-    logits = 3 * min(BLOCK_ELEMENTS, tokens * model.vocab_size) * 4
-    return tokens * (kept * model.hidden_size + inside) * itemsize + logits
+    scores = 2 * rows * model.num_attention_heads * min(length, 2 * attention.BLOCK) * length * 4
+    logits = 3 * min(BLOCK_ELEMENTS, rows * length * model.vocab_size) * 4
+    return rows * length * (kept + inside) * itemsize + scores + logits

@@ -38,7 +38,7 @@ _MEANINGS = {
     "actor/kl_loss": "KL term of the actor's loss, before its coefficient",
     "actor/reward_kl_penalty": "KL to the reference policy a token, as the rewards see it, before the coefficient",
     "actor/reward_kl_penalty_coeff": "coefficient of that KL in this iteration's rewards",
-    "actor/update_ratio": "norm of an update of the actor, divided by the norm of its parameters",
+    "{actor,critic}/update_ratio": "norm of an update of the network, divided by the norm of its parameters",
     "actor/ratio/{min,max}": "probability of a token under the new policy divided by that under the old",
     "{actor,critic}/skipped": "updates of the network that this iteration skipped for a non-finite gradient",
     "critic/vf_loss": "value loss, over the iteration's updates",

@@ -1,0 +1,178 @@
+"""Whole runs of the built-in task in miniature: what they write, that stopping changes nothing, that the mesh changes nothing."""
+
+import dataclasses
+import json
+import signal
+from pathlib import Path
+
+import digit_reward
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jax_ppo import config as configs
+from jax_ppo import evaluate, job, sharding, train
+from jax_ppo.models import hf
+from jax_ppo.runtime import metrics
+from jax_ppo.types import InputError, RunError
+
+
+def miniature(**train_keys):
+    """The built-in task with a few updates of everything."""
+    raw = configs.default_config()
+    raw.model.path = raw.data.path = "builtin"
+    raw.model.remat = False
+    raw.data.max_prompt_tokens, raw.data.train_limit, raw.data.eval_limit = 40, 400, 24
+    raw.warmstart.steps, raw.warmstart.batch, raw.warmstart.lr = 12, 16, 1e-2
+    raw.rollout.batch, raw.rollout.max_response_tokens, raw.rollout.segment = 16, 16, 4
+    raw.ppo.minibatches, raw.ppo.micro_tokens, raw.ppo.kl_coef, raw.ppo.epochs = 2, 1024, 0.01, 2
+    raw.reward.custom = f"{Path(__file__).with_name('digit_reward.py')}:score"
+    raw.actor_optim.lr, raw.critic_optim.lr = 1e-3, 1e-3
+    raw.eval.every, raw.eval.limit = 2, 20
+    raw.checkpoint.every = 2
+    raw.log.samples = 3
+    raw.train.iterations = 4
+    raw.train.update(train_keys)
+    return configs.resolve(raw)
+
+
+# What a run measures on the clock or on the machine; everything else must be the same numbers again.
+UNSTEADY = ("timing_s/", "time/", "perf/")
+
+
+def steady(workdir):
+    return [{k: v for k, v in line.items() if not k.startswith(UNSTEADY)} for line in metrics.read(workdir)]
+
+
+def weights(workdir, cfg):
+    """The actor's parameters of the newest checkpoint, on one device."""
+    model = hf.load_config(workdir / "model")
+    with jax.set_mesh(sharding.make_mesh(1, -1, 1)) as mesh:
+        steps = evaluate.Steps(cfg, model, model, mesh)
+        shapes = evaluate.checkpoint.abstract(steps.actor.typed_shapes("float32"), steps.actor.shardings)
+        return jax.device_get(evaluate.checkpoint.restore_params(workdir, shapes)[1])
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Four iterations without a stop."""
+    workdir = tmp_path_factory.mktemp("straight")
+    train.run(miniature(), workdir)
+    return workdir
+
+
+def test_every_iteration_is_logged_once_in_strict_json(straight):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = [json.loads(line, parse_constant=refuse) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [0, 1, 2, 3, 4]
+    assert all(metrics.is_documented(name) for line in lines for name in line if name != "iteration")
+    assert [("val-core/builtin/acc/mean@1" in line) for line in lines] == [True, False, True, False, True]
+
+
+def test_the_first_minibatch_is_on_policy(straight):
+    first, *later = steady(straight)[1:]
+    assert all(line["training/first_ratio_dev_max"] <= 1e-5 for line in (first, *later))
+    assert all(line["training/rollout_probs_diff_max"] <= 1e-5 for line in (first, *later))
+    assert first["actor/reward_kl_penalty"] == 0.0
+    # The policy moves, and the second epoch sees it.
+    assert later[-1]["actor/reward_kl_penalty"] != 0.0
+    assert first["actor/ratio/max"] > 1.0 > first["actor/ratio/min"]
+
+
+def test_updates_are_counted(straight):
+    assert [line["training/updates"] for line in steady(straight)[1:]] == [4, 8, 12, 16]
+
+
+def test_samples_and_evaluations_are_written(straight):
+    rows = [json.loads(line) for line in (straight / "samples" / "000002.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["response_length"] == 16 if row["finish"] == "length" else row["response_length"] <= 16
+        assert row["score"] == pytest.approx(digit_reward.score(row["prompt"], row["response"], row["answer"]))
+    result = json.loads((straight / "eval" / "000004.json").read_text())
+    assert result["count"] == 20
+    assert (straight / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_stopping_twice_changes_no_number(straight, tmp_path):
+    for iterations in (1, 3, 4):
+        train.run(miniature(iterations=iterations), tmp_path)
+    # Where a run was to end it evaluates once more; that is the only difference.
+    extra = lambda line: {k: v for k, v in line.items() if not k.startswith("val-")}  # noqa: E731
+    assert [extra(line) for line in steady(tmp_path)] == [extra(line) for line in steady(straight)]
+    assert steady(tmp_path)[4] == steady(straight)[4]
+    jax.tree.map(np.testing.assert_array_equal, weights(tmp_path, miniature()), weights(straight, miniature()))
+
+
+@pytest.mark.slow
+def test_a_run_without_its_last_checkpoint_repeats_the_same_numbers(straight, tmp_path):
+    cfg = miniature()
+    prepared = job.prepare(cfg, tmp_path)
+    with jax.set_mesh(prepared.mesh), train.Display(4) as display:
+        trainer = train.Trainer(prepared, display)
+        trainer.iterate(1)  # and the process dies: nothing after the warm start was saved
+    del trainer
+    train.run(cfg, tmp_path)
+    assert steady(tmp_path) == steady(straight)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_run_after_an_iteration_saved(straight, tmp_path):
+    prepared = job.prepare(miniature(), tmp_path)
+    with jax.set_mesh(prepared.mesh), train.Display(4) as display:
+        train.Trainer(prepared, display).train([signal.SIGTERM])
+    assert [line["iteration"] for line in metrics.read(tmp_path)] == [0, 1]
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} >= {"1"}
+    train.run(miniature(), tmp_path)
+    assert [line["iteration"] for line in metrics.read(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_one_device_or_eight(straight, tmp_path):
+    one = jax.make_mesh((1, 1, 1), sharding.AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:1])
+    prepared = dataclasses.replace(job.prepare(miniature(), tmp_path), mesh=one)
+    train.carry_out(prepared)
+    for alone, together in zip(steady(tmp_path), steady(straight), strict=True):
+        assert alone.keys() == together.keys()
+        for name in alone:
+            assert alone[name] == pytest.approx(together[name], rel=1e-3, abs=2e-5), name
+    # Sampled tokens are the same, not merely their statistics.
+    samples = lambda workdir: (workdir / "samples" / "000001.jsonl").read_text()  # noqa: E731
+    assert samples(tmp_path) == samples(straight)
+
+
+def test_another_configuration_does_not_continue_a_run(straight):
+    other = dataclasses.replace(miniature(), ppo=dataclasses.replace(miniature().ppo, gamma=0.5))
+    with pytest.raises(InputError, match=r"ppo.gamma: 1.0 then, 0.5 now"):
+        job.prepare(other, straight)
+    with pytest.raises(InputError, match="has checkpoints"):
+        job.prepare(miniature(resume="never"), straight)
+
+
+def test_a_finished_run_has_nothing_left_to_do(straight, capsys):
+    before = (straight / "metrics.jsonl").read_text()
+    assert train.run(miniature(), straight) == {}
+    assert (straight / "metrics.jsonl").read_text() == before
+    assert "iteration 4 of 4 is done" in capsys.readouterr().out
+
+
+def test_evaluate_reads_the_newest_checkpoint(straight, tmp_path):
+    cfg = miniature()
+    result = evaluate.run(cfg, str(straight), tmp_path)
+    assert result["count"] == 24  # all that were kept, not the few of an evaluation during training
+    assert (straight / "eval" / "000004-full.json").exists()
+    start = evaluate.run(cfg, str(straight / "model"), tmp_path)
+    assert (tmp_path / "eval" / "000000-full.json").exists()
+    assert start["count"] == 24
+
+
+@pytest.mark.slow
+def test_a_broken_reward_function_ends_the_run(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(prompt, response, answer):\n    return float('nan')\n")
+    cfg = dataclasses.replace(miniature(), reward=configs.RewardConfig(custom=f"{tmp_path}/mine.py:score"))
+    with pytest.raises(RunError, match="row 0"):
+        train.run(cfg, tmp_path / "run")
