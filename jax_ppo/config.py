@@ -256,6 +256,11 @@ class Config:
         return self.rollout.batch * self.rollout.n
 
     @property
+    def slots(self) -> int:
+        """Rows decoded at once: `rollout.slots`, but never more than an iteration has responses."""
+        return min(self.rollout.slots or self.sequences, self.sequences)
+
+    @property
     def max_sequence_tokens(self) -> int:
         """S: the longest prompt and response together."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens

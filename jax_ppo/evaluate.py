@@ -31,12 +31,11 @@ RULES = ("strict", "flexible", "verl")
 def make_engine(config: Config, steps: Steps, task: Task) -> Engine:
     """The sampling engine of a run, the same for training and evaluation."""
     shards = sharding.row_shards(steps.mesh)
-    slots = config.rollout.slots or config.sequences
     return Engine(
         prefill=steps.prefill,
         decode=steps.decode,
         widen=steps.widen,
-        slots=-(-slots // shards) * shards,
+        slots=-(-config.slots // shards) * shards,
         prompt_width=task.prompt_width,
         limit=config.rollout.max_response_tokens,
         segment=config.rollout.segment,

@@ -67,22 +67,24 @@ def apply(
       The new state, and {"grad_norm", "lr", "skipped", "update_ratio"}; update_ratio is |update| / |params|.
     """
     norm = optax.tree.norm(grads)
+
+    def move(old: TrainState, grads: Params) -> tuple[TrainState, jax.Array]:
+        typed = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, old.params)
+        updates, opt_state = transform.update(typed, old.opt_state, old.params)
+        params = optax.apply_updates(old.params, updates)
+        size = optax.tree.norm(updates) / jnp.maximum(optax.tree.norm(params), 1e-30)
+        return TrainState(params, opt_state, old.updates + 1, jnp.zeros_like(old.skipped)), size.astype(jnp.float32)
+
+    def stay(old: TrainState, grads: Params) -> tuple[TrainState, jax.Array]:
+        return TrainState(old.params, old.opt_state, old.updates, old.skipped + 1), jnp.zeros(())
+
+    # A branch, not a selection: that would hold old and new weights and moments at the same time.
     good = jnp.isfinite(norm)
-    # Zeros instead of the gradient keep NaN out of the arithmetic; its results are thrown away.
-    safe = jax.tree.map(lambda g, p: jnp.where(good, g, 0.0).astype(p.dtype), grads, state.params)
-    updates, opt_state = transform.update(safe, state.opt_state, state.params)
-    keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)  # noqa: E731
-    size = optax.tree.norm(updates) / jnp.maximum(optax.tree.norm(state.params), 1e-30)
-    new = TrainState(
-        params=keep(optax.apply_updates(state.params, updates), state.params),
-        opt_state=keep(opt_state, state.opt_state),
-        updates=state.updates + good.astype(jnp.int32),
-        skipped=jnp.where(good, 0, state.skipped + 1),
-    )
+    new, size = jax.lax.cond(good, move, stay, state, grads)
     metrics = {
         "grad_norm": norm,
         "lr": jnp.asarray(learning_rate(state.updates), jnp.float32),
         "skipped": 1.0 - good.astype(jnp.float32),
-        "update_ratio": jnp.where(good, size, 0.0),
+        "update_ratio": size,
     }
     return new, metrics

@@ -1,1 +1,1 @@
-"""What surrounds the mathematics: the files of a run, the terminal, checkpoints, several hosts."""
+"""What surrounds the mathematics: the files of a run, the terminal, the command line, the hub."""

@@ -114,7 +114,7 @@ def _describe(network: Network) -> str:
 def _cache(config: Config, actor: Network, prompt_width: int) -> int:
     """The keys and values of all layers, once at full width, and once at the width before: while it grows, both exist."""
     model, mesh, limit = actor.model, actor.mesh, config.rollout.max_response_tokens
-    rows = -(-(config.rollout.slots or config.sequences) // sharding.row_shards(mesh))
+    rows = -(-config.slots // sharding.row_shards(mesh))
     columns = 2 * prompt_width + limit + limit // 2
     heads = model.num_key_value_heads // mesh.shape["tensor"]
     return 2 * rows * columns * model.num_hidden_layers * heads * model.head_dim * jnp.dtype(actor.dtype).itemsize
