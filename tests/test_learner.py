@@ -518,9 +518,8 @@ def outcome(place: Place, data: Data) -> Outcome:
         split = [x.size // x.addressable_shards[0].data.size for x in matrices]
     host = jax.tree.map(np.array, experience)
     # Ratios away from 1, so that clipping takes part.
-    moved = experience.replace(
-        old_logprobs=experience.old_logprobs + 0.3 * np.sin(np.arange(B * LIMIT, dtype=np.float32)).reshape(B, LIMIT)
-    )
+    moved = host.replace(old_logprobs=host.old_logprobs + 0.3 * np.sin(np.arange(B * LIMIT, dtype=np.float32)).reshape(B, LIMIT))
+    moved = jax.device_put(moved, sharding.replicated(place.mesh))
     return Outcome(host, metrics, gradients(place, data, moved), weights, split)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -72,3 +73,14 @@ def directory(tmp_path: Path) -> Callable[..., ModelDirectory]:
         return ModelDirectory(path)
 
     return copy
+
+
+@pytest.fixture
+def narrow(directory: Callable[..., ModelDirectory]) -> ModelDirectory:
+    """A model stored in bfloat16, with one value that bfloat16 has and few others do."""
+    model = directory("qwen2_untied")
+    tensors = {name: x.astype(ml_dtypes.bfloat16) for name, x in model.tensors.items()}
+    tensors["model.norm.weight"][0] = 3.140625
+    model.write(tensors)
+    model.configure(torch_dtype="bfloat16")
+    return model

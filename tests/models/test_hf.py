@@ -2,11 +2,9 @@
 
 import json
 import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -17,7 +15,6 @@ from jax_ppo.data import arithmetic
 from jax_ppo.models import hf, qwen
 from jax_ppo.types import InputError
 
-MODELS = ("qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TOKENS = np.arange(24).reshape(2, 12)
 
@@ -146,17 +143,6 @@ def test_a_critic_of_an_untied_actor(golden, tmp_path):
 
 
 # --- Types ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def narrow(directory):
-    """A model stored in bfloat16, with one value that bfloat16 has and few others do."""
-    model = directory("qwen2_untied")
-    tensors = {name: x.astype(ml_dtypes.bfloat16) for name, x in model.tensors.items()}
-    tensors["model.norm.weight"][0] = 3.140625
-    model.write(tensors)
-    model.configure(torch_dtype="bfloat16")
-    return model
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", jnp.float32, np.dtype("bfloat16")], ids=str)
@@ -390,75 +376,3 @@ def test_a_parameter_without_a_row(golden, tmp_path):
     params, config = load(golden("qwen2_tied"))
     with pytest.raises(InputError, match=r"parameter adapter/kernel: no row in models\.hf\.TABLE"):
         hf.save_params(params | {"adapter": {"kernel": jnp.ones((2, 2))}}, config, tmp_path / "export", dtype="float32")
-
-
-# --- transformers, where torch is installed -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch", reason="compares with transformers, which computes with torch")
-
-
-def by_transformers(torch, path: Path, kind: str = "AutoModelForCausalLM", dtype: str = "float32"):
-    """A model as transformers loads it, which must find every tensor it looks for and use all that it finds."""
-    import transformers
-
-    model, report = getattr(transformers, kind).from_pretrained(
-        path, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True
-    )
-    assert not any(report.values()), report
-    return model.eval()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_transformers_loads_the_export(torch, golden, tmp_path, name):
-    """Also after a change to every weight, so that nothing can come from anywhere else; and the golden logits are its own."""
-    with np.load(golden(name) / "logits.npz") as file, torch.no_grad():
-        tokens, expected = file["tokens"], file["logits"]
-        again = by_transformers(torch, golden(name))(torch.tensor(tokens)).logits.numpy()
-    assert np.max(np.abs(again - expected)) < 1e-4 * expected.std()
-    params, config = load(golden(name))
-    params = jax.tree.map(lambda x: 0.9 * x, params)
-    hf.save_params(params, config, tmp_path / "export", dtype="float32", source=golden(name))
-    with torch.no_grad():
-        theirs = by_transformers(torch, tmp_path / "export")(torch.tensor(tokens)).logits.numpy()
-    ours = np.asarray(logits(params, config, tokens))
-    assert np.max(np.abs(ours - theirs)) < 1e-4 * theirs.std()
-    assert np.max(np.abs(ours - expected)) > 0.01 * theirs.std()
-
-
-def test_transformers_keeps_a_head_that_differs(torch, directory):
-    """What `load_config` says it does where the flag and the file disagree."""
-    model = directory("qwen2_tied")
-    model.change(lm_head__weight=2 * model.tensors[EMBEDDING])
-    with pytest.warns(UserWarning, match="keeping the separate head"):
-        params, config = load(model.path)
-    with torch.no_grad():
-        theirs = by_transformers(torch, model.path)(torch.tensor(TOKENS)).logits.numpy()
-    assert np.max(np.abs(np.asarray(logits(params, config, TOKENS)) - theirs)) < 1e-4 * theirs.std()
-
-
-@pytest.mark.parametrize("name", ["qwen2_untied", "qwen3"])
-def test_transformers_loads_a_critic(torch, golden, tmp_path, name):
-    """Its score of a sequence is the value at the last token."""
-    critic, config = load(golden(name), head="score")
-    head = np.random.default_rng(0).normal(size=critic["score"]["kernel"].shape).astype(np.float32)
-    critic["score"]["kernel"] = jnp.asarray(head)
-    hf.save_params(critic, config, tmp_path / "critic", dtype="float32", source=golden(name))
-    positions, ones = np.tile(np.arange(12), (2, 1)), np.ones_like(TOKENS)
-    hidden, _ = qwen.hidden_states(critic, config, jnp.asarray(TOKENS), positions, ones, dtype=jnp.float32)
-    model = by_transformers(torch, tmp_path / "critic", "AutoModelForSequenceClassification")
-    model.config.pad_token_id = 63
-    with torch.no_grad():
-        theirs = model(torch.tensor(TOKENS)).logits.numpy()[:, 0]
-    np.testing.assert_allclose(qwen.values(critic, hidden)[:, -1], theirs, atol=1e-4)
-    assert np.abs(theirs).min() > 0.01
-
-
-def test_transformers_reads_bfloat16(torch, narrow, tmp_path):
-    params, config = load(narrow.path)
-    hf.save_params(params, config, tmp_path / "export", dtype="bfloat16", source=narrow.path)
-    state = by_transformers(torch, tmp_path / "export", dtype="bfloat16").state_dict()
-    for name, before in narrow.tensors.items():
-        assert equal_bytes(before.view(np.uint16), state[name].view(torch.uint16).numpy()), name
