@@ -17,16 +17,16 @@ def get_config():
     config.data.path = "builtin"
     config.data.max_prompt_tokens = 40
     config.warmstart.steps = 500
-    config.warmstart.lr = 6e-3
+    config.warmstart.lr = 1e-2
     config.rollout.batch = 256
     config.rollout.max_response_tokens = 32
     config.ppo.lam_critic = 0.95
     config.ppo.kl_coef = 0.01
     config.ppo.minibatches = 2
     config.ppo.micro_tokens = 6400
-    config.actor_optim.lr = 1e-4
+    config.actor_optim.lr = 5e-4
     config.critic_optim.lr = 1e-3
-    config.train.iterations = 20
+    config.train.iterations = 30
     config.eval.every = 5
     config.checkpoint.every = 10
     return config

@@ -42,7 +42,7 @@ def kl_estimate(logprobs: jax.Array, ref_logprobs: jax.Array, kind: str) -> jax.
 def last_token(mask: jax.Array) -> jax.Array:
     """[B, R] bool, True on the last generated token of each row."""
     index = jnp.arange(mask.shape[1])[None]
-    return (index == jnp.max(jnp.where(mask != 0, index, -1), axis=1, keepdims=True)) & (mask != 0)
+    return index == jnp.max(jnp.where(mask != 0, index, -1), axis=1, keepdims=True)
 
 
 def token_rewards(scores: jax.Array, kl: jax.Array, mask: jax.Array, *, kl_coef: float | jax.Array) -> jax.Array:

@@ -28,11 +28,12 @@ def token_logprobs(
     blocks = -(-length // columns)
     columns = -(-length // blocks)
     room = blocks * columns - length
-    weight = unembedding.astype(hidden.dtype)
 
     @jax.checkpoint
     def block(part):
         x, target = part
+        # Cast here, not before the loop: the gradients of the blocks are then summed in the dtype of the weights.
+        weight = unembedding.astype(x.dtype)
         z = jnp.einsum("ncd,dv->ncv", x, weight, preferred_element_type=jnp.float32) / temperature
         log_total = jax.nn.logsumexp(z, axis=-1)
         chosen = jnp.take_along_axis(z, target[..., None], axis=-1)[..., 0]

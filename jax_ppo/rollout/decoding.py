@@ -1,5 +1,6 @@
 """The device half of sampling: prompts in, one segment of tokens after the other out."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -121,7 +122,7 @@ def segment(weights: Params, config: QwenConfig, slots: Slots, sampling: Samplin
         previous = jax.lax.dynamic_index_in_dim(s.tokens, s.count - 1, axis=1, keepdims=False)
         read = s.prompts + s.count - 1
         logits, cache = qwen.decode(weights, config, previous, read, s.column, s.cache, dtype=dtype)
-        return _take(s.replace(cache=cache, column=s.column + 1), logits, sampling)
+        return _take(replace(s, cache=cache, column=s.column + 1), logits, sampling)
 
     return jax.lax.while_loop(going, one_token, slots)
 
@@ -129,7 +130,7 @@ def segment(weights: Params, config: QwenConfig, slots: Slots, sampling: Samplin
 def widen(slots: Slots, *, width: int) -> Slots:
     """Gives the cache more columns."""
     room = ((0, 0), (0, width - slots.cache[0][0].shape[1]), (0, 0), (0, 0))
-    return slots.replace(cache=jax.tree.map(lambda x: jnp.pad(x, room), slots.cache))
+    return replace(slots, cache=jax.tree.map(lambda x: jnp.pad(x, room), slots.cache))
 
 
 def _take(slots: Slots, logits: jax.Array, sampling: Sampling) -> Slots:
@@ -140,7 +141,8 @@ def _take(slots: Slots, logits: jax.Array, sampling: Sampling) -> Slots:
     token = jnp.where(slots.done, sampling.pad_id, token)
     logprob = jnp.where(slots.done, 0.0, logprob)
     ended = jnp.any(token[:, None] == sampling.end_ids[None], axis=1)
-    return slots.replace(
+    return replace(
+        slots,
         count=slots.count + 1,
         tokens=jax.lax.dynamic_update_slice(slots.tokens, token[:, None], (0, slots.count)),
         logprobs=jax.lax.dynamic_update_slice(slots.logprobs, logprob[:, None], (0, slots.count)),

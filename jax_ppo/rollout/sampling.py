@@ -26,7 +26,11 @@ def filter_logits(
     Raises:
       ValueError: for a value out of range, where it is known at trace time.
     """
-    for name, value, low, high in (("temperature", temperature, 0, jnp.inf), ("top_k", top_k, 0, jnp.inf), ("top_p", top_p, 0, 1)):
+    for name, value, low, high in (
+        ("temperature", temperature, 0, jnp.inf),
+        ("top_k", top_k, 0, jnp.inf),
+        ("top_p", top_p, 0, 1),
+    ):
         if isinstance(value, (int, float)) and not low <= value <= high:
             raise ValueError(f"{name}={value}: must be between {low} and {high}")
     temperature, top_k, top_p = jnp.asarray(temperature, jnp.float32), jnp.asarray(top_k), jnp.asarray(top_p, jnp.float32)
