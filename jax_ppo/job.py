@@ -89,12 +89,7 @@ def prepare(config: Config, workdir: Path) -> Job:
             raise InputError(
                 f"config.critic.path={config.critic.path!r}: vocabulary {critic.vocab_size}, the actor has {actor.vocab_size}"
             )
-    for model in (actor, critic):
-        if model.num_key_value_heads % mesh.shape["tensor"]:
-            raise InputError(
-                f"config.mesh.tensor={mesh.shape['tensor']}: must divide the model's {model.num_key_value_heads} key-value heads"
-            )
-    Steps(config, actor, critic, mesh)  # refuses parameters that the mesh does not divide
+    Steps(config, actor, critic, mesh)  # refuses what the mesh does not divide
     task = tasks.load(config, source)
     if len(task.tokenizer) > actor.vocab_size:
         raise InputError(f"{source}: the tokenizer has {len(task.tokenizer)} ids, the model {actor.vocab_size}")

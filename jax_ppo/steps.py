@@ -14,7 +14,7 @@ from jax_ppo.models import qwen
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.ppo import optimizer, update
 from jax_ppo.rollout import decoding
-from jax_ppo.types import Params, TrainState
+from jax_ppo.types import InputError, Params, TrainState
 
 
 def compute_dtype(name: str) -> Any:
@@ -41,7 +41,14 @@ class Network:
           optim:         its optimizer.
           head:          "lm_head" or "score".
           total_updates: length of the learning-rate schedule.
+
+        Raises:
+          InputError: if the mesh does not divide a parameter, or the heads.
         """
+        if model.num_key_value_heads % mesh.shape["tensor"]:
+            raise InputError(
+                f"config.mesh.tensor={mesh.shape['tensor']}: must divide the model's {model.num_key_value_heads} key-value heads"
+            )
         self.model, self.mesh = model, mesh
         self.dtype = compute_dtype(config.model.compute_dtype)
         self.method, self.remat = config.model.attention, config.model.remat

@@ -1,6 +1,7 @@
 """The warm start on a tiny Qwen: it learns by heart, tells the loss that a plain loop computes, and refuses one that is not finite."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,6 +32,14 @@ MODEL = QwenConfig(
     attention_bias=True,
     qk_norm=False,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Every call compiles programs of its own; without most optimisations that takes half the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -97,6 +97,25 @@ def test_gradients_by_hand(elements: int, monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_allclose(ours[1], d_weight, atol=1e-5)
 
 
+def test_more_blocks_cost_no_precision_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights' gradient is off by the rounding of bfloat16 products, and not by that of their sum over the blocks as well."""
+    rng = np.random.default_rng(0)
+    hidden, weight, a = (jnp.float32(rng.normal(size=s)) for s in ((2, 128, 16), (16, 256), (2, 128)))
+    targets = jnp.int32(rng.integers(0, 256, (2, 128)))
+
+    def gradient(dtype: type, blocks: int) -> np.ndarray:
+        monkeypatch.setattr(module, "BLOCK_ELEMENTS", 2 * 128 * 256 // blocks)
+        total = lambda w: jnp.sum(a * token_logprobs(hidden.astype(dtype), 0.1 * w, targets, temperature=1.0)[0])  # noqa: E731
+        result = jax.jit(jax.grad(total))(weight)
+        assert result.dtype == jnp.float32
+        return np.asarray(result)
+
+    exact = gradient(jnp.float32, 1)
+    errors = [np.linalg.norm(gradient(jnp.bfloat16, blocks) - exact) / np.linalg.norm(exact) for blocks in (1, 64)]
+    assert 1e-4 < errors[0] < 1e-2
+    assert errors[1] < 1.2 * errors[0]
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_tokens_times_vocabulary_never_exists(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled program has less scratch memory than half of the logits would need; in one block it has more than all."""
