@@ -239,7 +239,7 @@ ALIASES = {
     "actor_optim": ("optim",),
     "critic_optim": ("optim",),
     "reward": ("config",),
-    "rollout": ("sampling",),
+    "rollout": ("sampling", "config"),  # Config.slots
     "warmstart": ("warm",),
 }
 
