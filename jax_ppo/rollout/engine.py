@@ -81,7 +81,8 @@ class Engine:
             tokens, lengths, rows, live = self._arrange(prompts, first, last)
             slots = self.prefill(params, tokens, lengths, rows, live, sampling, width=self._widths()[0], limit=self.limit)
             for width in self._widths():
-                slots = self.widen(slots, width=width)
+                if width > slots.cache[0][0].shape[1]:
+                    slots = self.widen(slots, width=width)
                 slots = self.decode(weights, slots, sampling)
                 done = np.asarray(slots.done)[: last - first]
                 progress(first + int(done.sum()), count)

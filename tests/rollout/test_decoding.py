@@ -50,30 +50,18 @@ def continued(monkeypatch):
     monkeypatch.setattr(decoding.qwen, "prefill", prefill)
     monkeypatch.setattr(decoding.qwen, "decode", decode)
 
-    def run(scripts, ends, *, live=None):
-        tokens = jnp.asarray(scripts, jnp.int32)
+    @jax.jit
+    def play(tokens, live, chosen):
         count, size = tokens.shape
-        live = jnp.ones(count, bool) if live is None else jnp.asarray(live)
         filled = jnp.full(count, size, jnp.int32)
+        rows, room = jnp.arange(count), {"width": 2 * size, "limit": size}
+        slots = decoding.prefill({}, None, tokens, filled, rows, live, chosen, **room, dtype=None, method="")
+        return decoding.segment({"size": size}, None, slots, chosen, dtype=None)
 
-        @jax.jit
-        def play(tokens, live):
-            slots = decoding.prefill(
-                {},
-                None,
-                tokens,
-                filled,
-                jnp.arange(count),
-                live,
-                sampling(ends),
-                width=2 * size,
-                limit=size,
-                dtype=None,
-                method="",
-            )
-            return decoding.segment({"size": size}, None, slots, sampling(ends), dtype=None)
-
-        return jax.device_get(play(tokens, live).replace(cache=[]))
+    def run(scripts, ends, *, live=None):
+        tokens = np.array(scripts, np.int32)
+        live = np.ones(len(tokens), bool) if live is None else np.array(live)
+        return jax.device_get(play(tokens, live, sampling(ends)))
 
     return run
 
@@ -96,8 +84,9 @@ def test_rows_that_end_apart_are_those_decoded_alone(continued, lengths):
     together = continued(scripts, ends=(9,))
     assert together.lengths.tolist() == list(lengths)
     assert together.count == max(lengths)  # no token more than the longest row needs
-    for b, script in enumerate(scripts):
-        assert together.tokens[b].tolist() == continued([script], ends=(9,)).tokens[0].tolist()
+    for b in range(4):
+        alone = continued(scripts, ends=(9,), live=np.arange(4) == b)
+        assert together.tokens[b].tolist() == alone.tokens[b].tolist()
         assert (together.tokens[b, lengths[b] :] == PAD).all()
 
 

@@ -152,19 +152,24 @@ def test_other_keys_other_tokens(alone, prompts):
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
 def test_tokens_do_not_depend_on_the_mesh(alone, prompts, shape):
-    usual, sharded = alone.sample(prompts), Player(sharding.make_mesh(*shape)).sample(prompts)
+    usual, player = alone.sample(prompts), Player(sharding.make_mesh(*shape))
+    sharded = player.sample(prompts)
     np.testing.assert_array_equal(sharded.tokens, usual.tokens)
+    # Five rows divide neither into eight slots nor into the shards of the rows.
+    few = Prompts(prompts.problems[:5], prompts.tokens[:5], prompts.rows[:5])
+    np.testing.assert_array_equal(player.sample(few).tokens, usual.tokens[:5])
     np.testing.assert_allclose(sharded.logprobs, usual.logprobs, atol=1e-5)
 
 
 def test_a_second_rollout_compiles_nothing(alone, prompts):
     alone.sample(prompts)
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    listener = lambda name, *_, **__: compiled.append(name)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
     try:
         alone.sample(prompts, key=9, temperature=0.5)
     finally:
-        jax.monitoring.clear_event_listeners()
+        jax.monitoring.unregister_event_duration_listener(listener)
     assert not [name for name in compiled if "backend_compile" in name]
 
 
