@@ -48,7 +48,8 @@ def steady(workdir):
 def weights(workdir, cfg):
     """The actor's parameters of the newest checkpoint, on one device."""
     model = hf.load_config(workdir / "model")
-    with jax.set_mesh(sharding.make_mesh(1, -1, 1)) as mesh:
+    mesh = sharding.make_mesh(1, -1, 1)
+    with jax.set_mesh(mesh):
         steps = evaluate.Steps(cfg, model, model, mesh)
         shapes = evaluate.checkpoint.abstract(steps.actor.typed_shapes("float32"), steps.actor.shardings)
         return jax.device_get(evaluate.checkpoint.restore_params(workdir, shapes)[1])
