@@ -62,9 +62,10 @@ def warm_start(
             grads, metrics = accumulate(state.params, grads, jax.device_put(batch, sharding.rows(mesh)), total)
             loss = loss + metrics["warmstart/loss"]
         state, _ = network.apply(state, grads)
-        losses.append(loss)
+        # Waits: programs with collectives that pile up starve each other of threads on a CPU with virtual devices.
+        losses.append(float(loss))
         progress()
-    last = float(np.mean(jax.device_get(losses[-max(warm.steps // 10, 1) :])))
+    last = float(np.mean(losses[-max(warm.steps // 10, 1) :]))
     if not np.isfinite(last):
         raise RunError(f"the warm start ended with a loss of {last}; lower config.warmstart.lr={warm.lr}")
     return state.params, last

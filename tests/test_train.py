@@ -115,6 +115,7 @@ def test_a_run_without_its_last_checkpoint_repeats_the_same_numbers(straight, tm
     prepared = job.prepare(cfg, tmp_path)
     with jax.set_mesh(prepared.mesh), train.Display(4) as display:
         trainer = train.Trainer(prepared, display)
+        trainer.saved.wait()
         trainer.iterate(1)  # and the process dies: nothing after the warm start was saved
     del trainer
     train.run(cfg, tmp_path)
