@@ -98,8 +98,10 @@ def prepare(config: Config, workdir: Path) -> Job:
 
 
 def write_start(job: Job, params: Params) -> None:
-    """Writes WORKDIR/model: with weights after a warm start and where a reference is needed, else only what describes it."""
+    """Writes WORKDIR/config.json and WORKDIR/model: with weights after a warm start and where a reference is needed, else only what describes it."""
     shutil.rmtree(job.start, ignore_errors=True)
+    # Before the first checkpoint: a run that dies right behind it must know what it was.
+    metrics.replace_file(job.workdir / "config.json", json.dumps(to_dict(job.config), indent=2) + "\n")
     if job.config.warmstart.steps:
         hf.save_params(params, job.actor, job.start, dtype="float32", source=job.source)
     elif job.needs_reference:
