@@ -110,6 +110,19 @@ def test_stopping_twice_changes_no_number(straight, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_without_its_last_checkpoint_repeats_the_same_numbers(straight, tmp_path):
+    cfg = miniature()
+    prepared = job.prepare(cfg, tmp_path)
+    with jax.set_mesh(prepared.mesh), train.Display(4) as display:
+        trainer = train.Trainer(prepared, display)
+        trainer.saved.wait()
+        trainer.iterate(1)  # and the process dies: nothing after the warm start was saved
+    del trainer
+    train.run(cfg, tmp_path)
+    assert steady(tmp_path) == steady(straight)
+
+
+@pytest.mark.slow
 def test_a_signal_ends_the_run_after_an_iteration_saved(straight, tmp_path):
     prepared = job.prepare(miniature(), tmp_path)
     with jax.set_mesh(prepared.mesh), train.Display(4) as display:
