@@ -16,7 +16,7 @@ def get_config():
     config.model.remat = False
     config.data.path = "builtin"
     config.data.max_prompt_tokens = 40
-    config.warmstart.steps = 500
+    config.warmstart.steps = 800
     config.warmstart.lr = 1e-2
     config.rollout.batch = 256
     config.rollout.max_response_tokens = 32
