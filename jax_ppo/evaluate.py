@@ -32,13 +32,12 @@ def make_engine(config: Config, steps: Steps, task: Task) -> Engine:
     """The sampling engine of a run, the same for training and evaluation."""
     shards = sharding.row_shards(steps.mesh)
     return Engine(
-        prefill=steps.prefill,
-        decode=steps.decode,
-        widen=steps.widen,
+        programs=steps.rollout,
+        shards=shards,
         slots=-(-config.slots // shards) * shards,
         prompt_width=task.prompt_width,
         limit=config.rollout.max_response_tokens,
-        segment=config.rollout.segment,
+        size=min(config.rollout.segment, config.rollout.max_response_tokens),
         end_ids=task.end_ids,
         pad_id=task.pad_id,
     )

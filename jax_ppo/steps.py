@@ -119,7 +119,7 @@ class Steps:
 
     actor, critic:  the two networks in training.
     decode_weights: actor params -> weights of the token loop.
-    prefill, decode, widen: see `jax_ppo.rollout.decoding`.
+    rollout:        what `jax_ppo.rollout.engine` runs.
     score_policy:   (params, batch, logprobs, entropy) -> the two [B, R] arrays with this micro-batch's tokens filled in.
     score_values:   (params, batch, values, after) -> the same for values [B, R], and [B] behind the last token.
     experience:     see `jax_ppo.ppo.update.make_experience`.
@@ -133,27 +133,36 @@ class Steps:
         actor_updates = critic_updates - warmup * config.updates_per_iteration
         self.actor = Network(config, actor, mesh, config.actor_optim, "lm_head", actor_updates)
         self.critic = Network(config, critic, mesh, config.critic_optim, "score", critic_updates)
-        self._rollout(actor)
+        self._rollout(config, actor)
         self._scoring(config)
         self._updates(config)
 
-    def _rollout(self, model: QwenConfig) -> None:
+    def _rollout(self, config: Config, model: QwenConfig) -> None:
         net, mesh = self.actor, self.mesh
         self.decode_weights = jax.jit(
             partial(qwen.decode_weights, config=model, dtype=net.dtype), out_shardings=decode_shardings(net.shapes, model, mesh)
         )
-        prefill = partial(decoding.prefill, config=model, dtype=net.dtype, method=net.method)
-        run = lambda params, tokens, lengths, rows, live, sampling, width, limit: prefill(  # noqa: E731
-            params, tokens=tokens, lengths=lengths, rows=rows, live=live, sampling=sampling, width=width, limit=limit
+        split = NamedSharding(mesh, PartitionSpec(sharding.ROWS, None, "tensor"))
+        stacked = NamedSharding(mesh, PartitionSpec(None, sharding.ROWS, None, "tensor"))
+        size = min(config.rollout.segment, config.rollout.max_response_tokens)
+
+        def empty(slots: int, width: int) -> qwen.Cache:
+            one = jnp.zeros((slots, width, model.num_key_value_heads, model.head_dim), net.dtype)
+            return [(one, one)] * model.num_hidden_layers
+
+        def prefill(params, tokens, lengths):
+            return qwen.prefill(params, model, tokens, lengths, dtype=net.dtype, method=net.method)
+
+        def segment(weights, cache, rows, column, enough, sampling):
+            return decoding.segment(weights, model, cache, rows, column, enough, sampling, size=size, dtype=net.dtype)
+
+        self.rollout = decoding.Programs(
+            empty=jax.jit(empty, static_argnums=(0, 1), out_shardings=split),
+            prefill=jax.jit(prefill, out_shardings=stacked),
+            arrange=jax.jit(decoding.arrange, static_argnames="width", out_shardings=split),
+            admit=jax.jit(decoding.admit, out_shardings=split, donate_argnums=0),
+            segment=jax.jit(segment, out_shardings=(split, sharding.replicated(mesh)), donate_argnums=1),
         )
-        places = slot_shardings(model, mesh)
-        self.prefill = jax.jit(run, static_argnames=("width", "limit"), out_shardings=places)
-        self.decode = jax.jit(
-            lambda weights, slots, sampling: decoding.segment(weights, model, slots, sampling, dtype=net.dtype),
-            out_shardings=places,
-            donate_argnums=1,
-        )
-        self.widen = jax.jit(decoding.widen, static_argnames="width", out_shardings=places)
 
     def _scoring(self, config: Config) -> None:
         everywhere = sharding.replicated(self.mesh)
@@ -200,12 +209,3 @@ def decode_shardings(shapes: Params, model: QwenConfig, mesh: Mesh) -> Params:
     specs = sharding.decode_specs(shapes, mesh)
     one_layer = jax.tree.map(lambda s: NamedSharding(mesh, PartitionSpec(*s.spec[1:])), specs["model"]["layers"])
     return {**specs, "model": {**specs["model"], "layers": [one_layer] * model.num_hidden_layers}}
-
-
-def slot_shardings(model: QwenConfig, mesh: Mesh) -> Any:
-    """Where the rows being decoded live: rows over `data` and `fsdp`, heads of the cache over `tensor`."""
-    split: Any = sharding.rows(mesh)
-    everywhere: Any = sharding.replicated(mesh)
-    cache: Any = NamedSharding(mesh, PartitionSpec(sharding.ROWS, None, "tensor"))
-    places: dict[str, Any] = dict.fromkeys(("prompts", "rows", "tokens", "logprobs", "lengths", "done"), split)
-    return decoding.Slots(cache=[(cache, cache)] * model.num_hidden_layers, column=everywhere, count=everywhere, **places)

@@ -128,13 +128,12 @@ class Game:
         networks = [n.start(first_weights(n.shapes, seed + i)) for i, n in enumerate((steps.actor, steps.critic))]
         self.learner = Learner(self.config, steps, row_shape(self.config, PROMPT_WIDTH, 1), *networks, None)
         self.engine = Engine(
-            prefill=steps.prefill,
-            decode=steps.decode,
-            widen=steps.widen,
+            programs=steps.rollout,
+            shards=1,
             slots=BATCH,
             prompt_width=PROMPT_WIDTH,
             limit=RESPONSE,
-            segment=RESPONSE,
+            size=RESPONSE,
             end_ids=(END,),
             pad_id=PAD,
         )

@@ -158,32 +158,29 @@ def decode_weights(params: Params, config: QwenConfig, dtype: Any) -> Params:
 
 
 def prefill(
-    params: Params, config: QwenConfig, tokens: jax.Array, lengths: jax.Array, *, width: int, dtype: Any, method: str = "auto"
-) -> tuple[jax.Array, Cache]:
-    """Reads right-aligned prompts.
+    params: Params, config: QwenConfig, tokens: jax.Array, lengths: jax.Array, *, dtype: Any, method: str = "auto"
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of right-aligned prompts. There are no logits: `decode` reads the last token and says what follows.
 
     Args:
       params:  the actor's stacked parameters.
       config:  the model.
-      tokens:  [B, P] int32, each row ending in the last column.
-      lengths: [B] int32.
-      width:   W, columns of the cache to make, at least P.
+      tokens:  [C, P] int32, each row ending in the last column.
+      lengths: [C] int32, may be 0.
       dtype:   of activations and cache.
       method:  of attention.
 
     Returns:
-      Logits of the last position [B, V] float32, and the cache with P columns filled.
+      Stacked keys and values, each [X, C, P, K, H].
     """
     column = jnp.arange(tokens.shape[1])[None]
     first = (tokens.shape[1] - lengths)[:, None]
     real = column >= first
     positions = jnp.where(real, column - first, 0)
-    hidden, (keys, vals) = hidden_states(
+    _, kept = hidden_states(
         params, config, tokens, positions, real.astype(jnp.int32), dtype=dtype, method=method, remat=False, keep_cache=True
     )
-    room = ((0, 0), (0, width - tokens.shape[1]), (0, 0), (0, 0))
-    cache = [(jnp.pad(keys[i], room), jnp.pad(vals[i], room)) for i in range(config.num_hidden_layers)]
-    return next_logits(params, hidden[:, -1]), cache
+    return kept
 
 
 def decode(

@@ -1,6 +1,7 @@
-"""The device half of sampling: prompts in, one segment of tokens after the other out."""
+"""The device half of sampling: prompts into a cache, rows moved about in it, one segment of tokens after the other out of it."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,12 +17,13 @@ from jax_ppo.types import Params
 
 @struct.dataclass
 class Sampling:
-    """How tokens are drawn; traced.
+    """How tokens are drawn; traced, so that another value compiles nothing.
 
     key:         the iteration's PRNG key.
     temperature, top_k, top_p: see `jax_ppo.rollout.sampling.filter_logits`.
     end_ids:     [E] int32, ids that end a response.
-    pad_id:      what stands behind the end.
+    min_tokens:  tokens of a response before which no end id is drawn.
+    limit:       tokens of the longest response.
     """
 
     key: jax.Array
@@ -29,123 +31,183 @@ class Sampling:
     top_k: jax.Array
     top_p: jax.Array
     end_ids: jax.Array
-    pad_id: jax.Array
+    min_tokens: jax.Array
+    limit: jax.Array
 
 
 @struct.dataclass
-class Slots:
-    """Rows in the middle of being decoded. All rows have drawn the same number of tokens.
+class Rows:
+    """What the token loop needs to know of each slot's row, beside its cache. Each is [S].
 
-    cache:    keys and values of each layer, [B, W, K, H].
-    prompts:  [B] int32, prompt lengths.
-    rows:     [B] int32, the number each row's randomness is derived from.
-    column:   scalar int32, the cache column the next token is written to.
-    count:    scalar int32, tokens drawn so far.
-    tokens:   [B, R] int32.
-    logprobs: [B, R] float32.
-    lengths:  [B] int32, tokens drawn up to and including the end token.
-    done:     [B] bool, an end token was drawn, or nothing was asked of this row.
+    token:  int32, the last token, whose key and value are not in the cache yet.
+    length: int32, tokens in the cache; the position of `token`.
+    count:  int32, response tokens drawn.
+    number: int32, from which the row's randomness is derived.
+    done:   bool; an end id was drawn, or the limit is reached, or nothing is asked of this slot.
     """
 
-    cache: qwen.Cache
-    prompts: jax.Array
-    rows: jax.Array
-    column: jax.Array
+    token: jax.Array
+    length: jax.Array
     count: jax.Array
-    tokens: jax.Array
-    logprobs: jax.Array
-    lengths: jax.Array
+    number: jax.Array
     done: jax.Array
 
 
-def prefill(
-    params: Params,
+@struct.dataclass
+class Drawn:
+    """What a segment brings to the host.
+
+    tokens:   [S, M] int32; row b has drawn as many as its count has grown.
+    logprobs: [S, M] float32.
+    count:    [S] int32, of the whole response.
+    ended:    [S] bool, the last of them is an end id.
+    steps:    scalar int32, columns of the cache that were written.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    count: jax.Array
+    ended: jax.Array
+    steps: jax.Array
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The jitted functions that `jax_ppo.rollout.engine` runs.
+
+    empty:   (slots, width) -> cache of zeros.
+    prefill: (params, tokens, lengths) -> stacked keys and values, see `qwen.prefill`.
+    arrange, admit, segment: as the functions of this module, on the parameters of one model.
+    """
+
+    empty: Callable[..., Any]
+    prefill: Callable[..., Any]
+    arrange: Callable[..., Any]
+    admit: Callable[..., Any]
+    segment: Callable[..., Any]
+
+
+def segment(
+    weights: Params,
     config: QwenConfig,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    rows: jax.Array,
-    live: jax.Array,
+    cache: qwen.Cache,
+    rows: Rows,
+    column: jax.Array,
+    enough: jax.Array,
     sampling: Sampling,
     *,
-    width: int,
-    limit: int,
+    size: int,
     dtype: Any,
-    method: str,
-) -> Slots:
-    """Reads the prompts and draws the first token of each response.
-
-    Args:
-      params:   the actor's stacked parameters.
-      config:   the model.
-      tokens:   [B, P] int32, right-aligned.
-      lengths:  [B] int32.
-      rows:     [B] int32.
-      live:     [B] bool, False for rows that only fill the batch.
-      sampling: how to draw.
-      width:    columns of the cache.
-      limit:    R, the longest response.
-      dtype:    of activations and cache.
-      method:   of attention.
-    """
-    logits, cache = qwen.prefill(params, config, tokens, lengths, width=width, dtype=dtype, method=method)
-    batch = tokens.shape[0]
-    slots = Slots(
-        cache=cache,
-        prompts=lengths,
-        rows=rows,
-        column=jnp.asarray(tokens.shape[1], jnp.int32),
-        count=jnp.zeros((), jnp.int32),
-        tokens=jnp.full((batch, limit), sampling.pad_id, jnp.int32),
-        logprobs=jnp.zeros((batch, limit), jnp.float32),
-        lengths=jnp.zeros(batch, jnp.int32),
-        done=~live,
-    )
-    return _take(slots, logits, sampling)
-
-
-def segment(weights: Params, config: QwenConfig, slots: Slots, sampling: Sampling, *, dtype: Any) -> Slots:
-    """Decodes until every row is done or the cache or the response is full.
+) -> tuple[qwen.Cache, Drawn]:
+    """Draws up to `size` tokens a row; ends early where the cache is full, or enough rows are done.
 
     Args:
       weights:  from `qwen.decode_weights`.
       config:   the model.
-      slots:    from `prefill` or an earlier segment.
+      cache:    keys and values [S, W, K, H]; row b's are in the length[b] columns before `column`.
+      rows:     of the slots.
+      column:   scalar int32, where the next key is written, the same for every row.
+      enough:   scalar int32, rows done at which to stop; S waits for all.
       sampling: how to draw.
+      size:     M.
       dtype:    of activations.
+
+    Returns:
+      The cache after the segment, and what was drawn.
     """
-    width, limit = slots.cache[0][0].shape[1], slots.tokens.shape[1]
-
-    def going(s: Slots) -> jax.Array:
-        return (s.column < width) & (s.count < limit) & ~jnp.all(s.done)
-
-    def one_token(s: Slots) -> Slots:
-        previous = jax.lax.dynamic_index_in_dim(s.tokens, s.count - 1, axis=1, keepdims=False)
-        read = s.prompts + s.count - 1
-        logits, cache = qwen.decode(weights, config, previous, read, s.column, s.cache, dtype=dtype)
-        return _take(replace(s, cache=cache, column=s.column + 1), logits, sampling)
-
-    return jax.lax.while_loop(going, one_token, slots)
-
-
-def widen(slots: Slots, *, width: int) -> Slots:
-    """Gives the cache more columns."""
-    room = ((0, 0), (0, width - slots.cache[0][0].shape[1]), (0, 0), (0, 0))
-    return replace(slots, cache=jax.tree.map(lambda x: jnp.pad(x, room), slots.cache))
-
-
-def _take(slots: Slots, logits: jax.Array, sampling: Sampling) -> Slots:
-    """Draws one token a row and notes it, unless the row is done."""
-    logits = constrain(logits, "rows", None)
-    keys = row_keys(sampling.key, slots.rows, slots.count)
-    token, logprob = draw(logits, keys, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-    token = jnp.where(slots.done, sampling.pad_id, token)
-    logprob = jnp.where(slots.done, 0.0, logprob)
-    ended = jnp.any(token[:, None] == sampling.end_ids[None], axis=1)
-    return replace(
-        slots,
-        count=slots.count + 1,
-        tokens=jax.lax.dynamic_update_slice(slots.tokens, token[:, None], (0, slots.count)),
-        logprobs=jax.lax.dynamic_update_slice(slots.logprobs, logprob[:, None], (0, slots.count)),
-        lengths=slots.lengths + (~slots.done).astype(jnp.int32),
-        done=slots.done | ended,
+    slots, width = cache[0][0].shape[:2]
+    drawn = Drawn(
+        tokens=jnp.zeros((slots, size), jnp.int32),
+        logprobs=jnp.zeros((slots, size), jnp.float32),
+        count=rows.count,
+        ended=jnp.zeros(slots, bool),
+        steps=jnp.zeros((), jnp.int32),
     )
+
+    def going(state: tuple[qwen.Cache, Rows, Drawn]) -> jax.Array:
+        _, rows, drawn = state
+        return (drawn.steps < size) & (column + drawn.steps < width) & (jnp.sum(rows.done) < enough)
+
+    def one_token(state: tuple[qwen.Cache, Rows, Drawn]) -> tuple[qwen.Cache, Rows, Drawn]:
+        cache, rows, drawn = state
+        logits, cache = qwen.decode(weights, config, rows.token, rows.length, column + drawn.steps, cache, dtype=dtype)
+        token, logprob, ends = _draw(constrain(logits, "rows", None), rows, sampling)
+        live = (~rows.done).astype(jnp.int32)
+        count = rows.count + live
+        ended = drawn.ended | (ends & ~rows.done)
+        drawn = Drawn(
+            tokens=jax.lax.dynamic_update_slice(drawn.tokens, token[:, None], (0, drawn.steps)),
+            logprobs=jax.lax.dynamic_update_slice(drawn.logprobs, logprob[:, None], (0, drawn.steps)),
+            count=count,
+            ended=ended,
+            steps=drawn.steps + 1,
+        )
+        rows = replace(rows, token=token, length=rows.length + live, count=count, done=rows.done | ends | (count >= sampling.limit))
+        return cache, rows, drawn
+
+    cache, _, drawn = jax.lax.while_loop(going, one_token, (cache, rows, drawn))
+    return cache, drawn
+
+
+def _draw(logits: jax.Array, rows: Rows, sampling: Sampling) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A token a row, its log-probability, and whether it is an end id."""
+
+    def without_ends(z: jax.Array) -> jax.Array:
+        early = rows.count < sampling.min_tokens
+        return z.at[:, sampling.end_ids].add(jnp.where(early, -jnp.inf, 0.0)[:, None])
+
+    logits = jax.lax.cond(sampling.min_tokens > 0, without_ends, lambda z: z, logits)
+    keys = row_keys(sampling.key, rows.number, rows.count)
+    token, logprob = draw(logits, keys, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    return token, logprob, jnp.any(token[:, None] == sampling.end_ids[None], axis=1)
+
+
+def arrange(pair: tuple[jax.Array, jax.Array], source: jax.Array, start: jax.Array, *, width: int) -> tuple[jax.Array, jax.Array]:
+    """Moves the rows of one layer's cache to other slots and other columns.
+
+    Args:
+      pair:   keys and values [S, W, K, H].
+      source: [shards, S' / shards] int32; which slot of the same shard each new slot takes over. No row leaves its shard.
+      start:  scalar int32; column `start` becomes column 0. May be negative.
+      width:  columns of the new cache. What a column held that lies outside of the old cache is arbitrary.
+
+    Returns:
+      Keys and values [S', width, K, H].
+    """
+    columns = start + jnp.arange(width)
+
+    def moved(x: jax.Array) -> jax.Array:
+        shards = constrain(x.reshape(source.shape[0], -1, *x.shape[1:]), "rows", None, None, "heads", None)
+        taken = jax.vmap(lambda rows, index: rows[index[:, None], columns[None]])(shards, source)
+        return taken.reshape(-1, *taken.shape[2:])
+
+    return moved(pair[0]), moved(pair[1])
+
+
+def admit(
+    pair: tuple[jax.Array, jax.Array], fresh: tuple[jax.Array, jax.Array], layer: jax.Array, source: jax.Array, column: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gives prefilled prompts their place in one layer's cache, in the columns just before `column`.
+
+    Args:
+      pair:   keys and values [S, W, K, H].
+      fresh:  stacked keys and values of the prompts [X, C, P, K, H], from `qwen.prefill`; P is at most `column`.
+      layer:  scalar int32.
+      source: [shards, S / shards] int32; which prompt of the same shard a slot takes, or -1 where it keeps its row.
+      column: scalar int32.
+
+    Returns:
+      Keys and values [S, W, K, H].
+    """
+    enters = (source >= 0).reshape(-1)[:, None, None, None]
+
+    def entered(x: jax.Array, stacked: jax.Array) -> jax.Array:
+        prompts = jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
+        shards = constrain(prompts.reshape(source.shape[0], -1, *prompts.shape[1:]), "rows", None, None, "heads", None)
+        taken = jax.vmap(lambda rows, index: rows[index])(shards, source)
+        taken = taken.reshape(-1, *taken.shape[2:]).astype(x.dtype)
+        place = (0, column - prompts.shape[1], 0, 0)
+        before = jax.lax.dynamic_slice(x, place, taken.shape)
+        return jax.lax.dynamic_update_slice(x, jnp.where(enters, taken, before), place)
+
+    return entered(pair[0], fresh[0]), entered(pair[1], fresh[1])

@@ -1,6 +1,8 @@
-"""The host half of sampling: which rows are decoded when, and how wide their cache is."""
+"""The host half of sampling: which rows are decoded when, in which slots, and how wide their cache is."""
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,35 +10,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo.rollout.decoding import Sampling, Slots
+from jax_ppo.rollout.decoding import Drawn, Programs, Rows, Sampling
 from jax_ppo.types import Params, Prompts, Rollout
+
+# Prompt tokens that one prefill reads on each row shard: enough to keep an accelerator busy, few enough that the last,
+# half-filled one wastes little.
+PREFILL_TOKENS = 2048
+NARROWEST = 32
+FREE = -1
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Samples responses with the jitted functions of `jax_ppo.steps`.
+    """Samples responses in slots, each of which holds one row at a time.
 
-    Rows are decoded `slots` at a time, prompts right-aligned in `prompt_width` columns so that one write column serves every
-    row. The cache starts `segment` columns wider than the prompts and doubles its room whenever it is full, so attention reads
-    at most about twice the live columns, and a run compiles one program for each of a few widths. The host looks at the rows
-    once a segment.
+    All rows end in the same column of the cache, so one scalar says where the next key is written. The host looks at the rows
+    once a segment: finished ones leave, waiting prompts enter, and where the cache is full, or wider or taller than the live
+    rows need, they are moved to the left of a cache of another size. So attention reads about what is alive, and no row waits
+    for the longest. What a row says depends on none of that.
 
-    prefill, decode, widen: jitted; see `jax_ppo.rollout.decoding`.
-    slots:        rows decoded at once; a multiple of the row shards of the mesh.
+    Sizes come from short ladders, so a rollout needs few programs; `compile` makes them all, and no rollout compiles after it.
+
+    programs:     what runs on the device.
+    shards:       row shards of the mesh; a row never leaves its shard.
+    slots:        rows decoded at once; a multiple of `shards`.
     prompt_width: P, at least the longest prompt.
     limit:        R, the longest response.
-    segment:      room of the first cache.
+    size:         tokens of a segment.
     end_ids:      ids that end a response.
     pad_id:       what stands behind the end.
     """
 
-    prefill: Callable[..., Slots]
-    decode: Callable[..., Slots]
-    widen: Callable[..., Slots]
+    programs: Programs
+    shards: int
     slots: int
     prompt_width: int
     limit: int
-    segment: int
+    size: int
     end_ids: tuple[int, ...]
     pad_id: int
 
@@ -50,65 +60,256 @@ class Engine:
         temperature: float,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_tokens: int = 0,
+        limit: int | None = None,
         progress: Callable[[int, int], Any] = lambda done, total: None,
+        listen: Callable[[int, list[int]], Any] = lambda b, tokens: None,
     ) -> Rollout:
         """Samples one response a prompt.
 
         Args:
           params:      the actor's stacked parameters, for the prefill.
           weights:     the same from `qwen.decode_weights`, for the token loop.
-          prompts:     B prompts, none longer than `prompt_width`.
+          prompts:     B prompts, none longer than `prompt_width`. Equal ones are read once.
           key:         the iteration's PRNG key.
           temperature: 0 is greedy.
           top_k, top_p: filters; 0 and 1 are off.
+          min_tokens:  no end id is drawn before these.
+          limit:       a smaller limit than R.
           progress:    called with (responses done, all responses) between segments.
+          listen:      called with (index of the prompt, its next tokens) between segments.
 
         Returns:
           The responses, in the order of the prompts.
+
+        Raises:
+          ValueError: for a limit that is not from 1 to R, or below `min_tokens`.
         """
-        sampling = Sampling(
+        limit = self.limit if limit is None else limit
+        if not max(1, min_tokens) <= limit <= self.limit:
+            raise ValueError(f"limit={limit}: must be from max(1, min_tokens={min_tokens}) to {self.limit}")
+        sampling = self._sampling(key, temperature, top_k, top_p, min_tokens, limit)
+        return _Run(self, params, weights, prompts, sampling, progress, listen).finish()
+
+    def compile(self, params: Params, weights: Params, progress: Callable[[int, int], Any] = lambda done, total: None) -> None:
+        """Compiles everything that any rollout may need, several programs at a time.
+
+        Args:
+          params, weights: as `generate` takes them; nothing is computed with them.
+          progress:        called with (programs done, all programs).
+        """
+        programs, shards = self.programs, self.shards
+        sampling = self._sampling(jax.random.key(0), 1.0, 0, 1.0, 0, self.limit)
+        number = np.int32(0)
+        integers = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
+        prefills = {p: programs.prefill.lower(params, integers(c, p), integers(c)) for c in [self.prefill_rows] for p in self.prompt_widths}
+        empties = {(h, w): programs.empty.lower(h, w) for h in self.heights for w in self.widths}
+        lowered = []
+        for (height, width), empty in empties.items():
+            cache, rows = _result(empty), Rows(*(integers(height) for _ in range(4)), done=np.ones(height, bool))
+            lowered.append(programs.segment.lower(weights, cache, rows, number, number, sampling))
+            for slots in [h for h in self.heights if h <= height]:
+                source = integers(shards, slots // shards)
+                lowered += [programs.arrange.lower(cache[0], source, number, width=w) for w in self.widths]
+            for prompts in [_result(prefill) for p, prefill in prefills.items() if p <= width]:
+                lowered.append(programs.admit.lower(cache[0], prompts, number, integers(shards, height // shards), number))
+        lowered = [*lowered, *prefills.values()]
+        with ThreadPoolExecutor(4) as pool:
+            for done, _ in enumerate(pool.map(lambda program: program.compile(), lowered), start=1):
+                progress(done, len(lowered))
+
+    def _sampling(self, key: jax.Array, temperature: float, top_k: int, top_p: float, min_tokens: int, limit: int) -> Sampling:
+        return Sampling(
             key=key,
             temperature=jnp.float32(temperature),
             top_k=jnp.int32(top_k),
             top_p=jnp.float32(top_p),
             end_ids=jnp.asarray(self.end_ids, jnp.int32),
-            pad_id=jnp.int32(self.pad_id),
+            min_tokens=jnp.int32(min_tokens),
+            limit=jnp.int32(limit),
         )
-        count = len(prompts.tokens)
-        parts = []
-        for first in range(0, count, self.slots):
-            last = min(first + self.slots, count)
-            tokens, lengths, rows, live = self._arrange(prompts, first, last)
-            slots = self.prefill(params, tokens, lengths, rows, live, sampling, width=self._widths()[0], limit=self.limit)
-            for width in self._widths():
-                if width > slots.cache[0][0].shape[1]:
-                    slots = self.widen(slots, width=width)
-                slots = self.decode(weights, slots, sampling)
-                done = np.asarray(slots.done)[: last - first]
-                progress(first + int(done.sum()), count)
-                if done.all():
-                    break
-            parts.append([x[: last - first] for x in jax.device_get((slots.tokens, slots.lengths, slots.logprobs, slots.done))])
-        return Rollout(*(np.concatenate(x) for x in zip(*parts, strict=True)))
 
-    def _widths(self) -> list[int]:
-        """Cache widths: room for `segment` tokens, then twice as many, up to the limit."""
+    @property
+    def heights(self) -> list[int]:
+        """Numbers of slots, from the smallest: a quarter serves the last rows of a large batch."""
+        quarter = -(-self.slots // (4 * self.shards)) * self.shards
+        return [quarter, self.slots] if self.slots >= 32 * self.shards else [self.slots]
 
-        def room() -> Iterator[int]:
-            size = self.segment
-            while size < self.limit:
-                yield size
-                size *= 2
-            yield self.limit
+    @property
+    def widths(self) -> list[int]:
+        """Widths of the cache, from the smallest."""
+        return ladder(min(self.prompt_width + self.size, 2 * self.prompt_width), self.prompt_width + self.limit)
 
-        return [self.prompt_width + size for size in room()]
+    @property
+    def prompt_widths(self) -> list[int]:
+        """Widths of a prefill, from the smallest."""
+        return ladder(min(self.prompt_width, NARROWEST), self.prompt_width)
 
-    def _arrange(self, prompts: Prompts, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Right-aligned prompts; free slots hold a prompt of one token and are not live."""
-        tokens = np.full((self.slots, self.prompt_width), self.pad_id, np.int32)
-        lengths, rows, live = np.ones(self.slots, np.int32), np.zeros(self.slots, np.int32), np.zeros(self.slots, bool)
-        for slot, b in enumerate(range(first, last)):
-            prompt = prompts.tokens[b]
-            tokens[slot, self.prompt_width - len(prompt) :] = prompt
-            lengths[slot], rows[slot], live[slot] = len(prompt), prompts.rows[b], True
-        return tokens, lengths, rows, live
+    @property
+    def prefill_rows(self) -> int:
+        """C: prompts of one prefill."""
+        return self.shards * max(1, min(self.slots // self.shards, PREFILL_TOKENS // self.prompt_width))
+
+
+def ladder(low: int, high: int) -> list[int]:
+    """Sizes that double from `low`, the last one being `high`."""
+    sizes = []
+    while low < high:
+        sizes.append(low)
+        low *= 2
+    return [*sizes, high]
+
+
+def fitting(sizes: Sequence[int], need: int) -> int:
+    """The smallest size that is enough."""
+    return next(size for size in sizes if size >= need)
+
+
+def _result(lowered: Any) -> Any:
+    """Shapes of what a program returns, and where it will lie, to compile the next one for."""
+    shardings = lowered.compile().output_shardings
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, shardings)
+
+
+class _Run:
+    """One call of `Engine.generate`: what is where.
+
+    holder: [S] the prompt that each slot works on, or FREE. The slots of a row shard stand together.
+    cache:  keys and values of each layer [S, W, K, H]. A row's last token is not in it: the next step reads it.
+    column: where the next key is written; every row ends just before it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: Params,
+        weights: Params,
+        prompts: Prompts,
+        sampling: Sampling,
+        progress: Callable[[int, int], Any],
+        listen: Callable[[int, list[int]], Any],
+    ):
+        self.engine, self.params, self.weights, self.sampling = engine, params, weights, sampling
+        self.progress, self.listen, self.limit = progress, listen, int(sampling.limit)
+        self.prompts, self.numbers, count = prompts.tokens, prompts.rows.astype(np.int32), len(prompts.tokens)
+        self.tokens = np.full((count, engine.limit), engine.pad_id, np.int32)
+        self.logprobs = np.zeros((count, engine.limit), np.float32)
+        self.counts, self.ended = np.zeros(count, np.int32), np.zeros(count, bool)
+        # Copies of a prompt stand together, prompts of about one length too, so that a prefill wastes little.
+        self.text = [tokens.tobytes() for tokens in self.prompts]
+        self.waiting = deque(sorted(range(count), key=lambda b: (-len(self.text[b]), self.text[b])))
+        rows = engine.shards * -(-count // engine.shards)
+        self.holder = np.full(fitting(engine.heights, min(rows, engine.slots)), FREE)
+        self.cache: list[tuple[jax.Array, jax.Array]] = []
+        self.column = 0
+
+    @property
+    def live(self) -> np.ndarray:
+        """The prompts being worked on."""
+        return self.holder[self.holder != FREE]
+
+    def finish(self) -> Rollout:
+        """Decodes until nothing waits and nothing lives."""
+        count = len(self.prompts)
+        while self.waiting or self.live.size:
+            prefills = self._seat()
+            self._make_room(max((tokens.shape[1] for tokens, _, _ in prefills), default=0))
+            for prefill in prefills:
+                self._admit(*prefill)
+            self._decode()
+            self.progress(count - len(self.waiting) - self.live.size, count)
+        return Rollout(self.tokens, self.counts, self.logprobs, self.ended)
+
+    def _seat(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Gives free slots to waiting prompts; copies of one prompt share a shard, and a line of its prefill.
+
+        Returns:
+          The prefills they need: tokens [C, P], lengths [C], and which line each slot takes, [shards, S / shards] or -1.
+        """
+        shards, per_shard = self.engine.shards, self.engine.prefill_rows // self.engine.shards
+        slots = np.arange(len(self.holder)).reshape(shards, -1)
+        free = [deque(row[self.holder[row] == FREE].tolist()) for row in slots]
+        seats: list[dict[bytes, list[int]]] = [{} for _ in range(shards)]
+        while self.waiting and any(free):
+            shard = max(range(shards), key=lambda i: len(free[i]))
+            text = self.text[self.waiting[0]]
+            while free[shard] and self.waiting and self.text[self.waiting[0]] == text:
+                slot = free[shard].popleft()
+                self.holder[slot] = self.waiting.popleft()
+                seats[shard].setdefault(text, []).append(slot)
+        prefills = []
+        for first in range(0, max(map(len, seats)), per_shard):
+            lines = [list(s.values())[first : first + per_shard] for s in seats]
+            read = {(i, j): self.prompts[self.holder[line[0]]][:-1] for i, row in enumerate(lines) for j, line in enumerate(row)}
+            tokens = np.zeros((shards, per_shard, fitting(self.engine.prompt_widths, max(map(len, read.values())))), np.int32)
+            lengths, source = np.zeros((shards, per_shard), np.int32), np.full(slots.size, -1, np.int32)
+            for (i, j), prompt in read.items():
+                tokens[i, j, tokens.shape[2] - len(prompt) :], lengths[i, j] = prompt, len(prompt)
+                source[lines[i][j]] = j
+            prefills.append((tokens.reshape(-1, tokens.shape[2]), lengths.reshape(-1), source.reshape(shards, -1)))
+        return prefills
+
+    def _make_room(self, prompt_width: int) -> None:
+        """Sees to it that `prompt_width` columns lie before the column, a segment behind it, and not much else.
+
+        Where that needs another place or size, live rows move to the front of their shard, and the longest to column 0.
+        """
+        engine, programs, shards = self.engine, self.engine.programs, self.engine.shards
+        live = self.live
+        reach = max(int((self._lengths(live)).max()), prompt_width)
+        room = min(engine.size, self.limit - int(self.counts[live].min()))
+        width = fitting(engine.widths, min(reach + room, engine.widths[-1]))
+        seats = (self.holder.reshape(shards, -1) != FREE).sum(axis=1)
+        height = len(self.holder) if self.waiting else fitting(engine.heights, int(seats.max()) * shards)
+        if not self.cache:
+            self.cache, self.column = programs.empty(len(self.holder), width), reach
+            return
+        same = (height, width) == self.cache[0][0].shape[:2]
+        if same and self.column >= prompt_width and self.column + room <= width:
+            return
+        holder = self.holder.reshape(shards, -1)
+        source = np.argsort(holder == FREE, axis=1, kind="stable")[:, : height // shards].astype(np.int32)
+        start = np.int32(self.column - reach)
+        for layer, pair in enumerate(self.cache):
+            self.cache[layer] = programs.arrange(pair, source, start, width=width)
+        self.holder, self.column = np.take_along_axis(holder, source, axis=1).reshape(-1), reach
+
+    def _admit(self, tokens: np.ndarray, lengths: np.ndarray, source: np.ndarray) -> None:
+        fresh = self.engine.programs.prefill(self.params, tokens, lengths)
+        for layer, pair in enumerate(self.cache):
+            self.cache[layer] = self.engine.programs.admit(pair, fresh, np.int32(layer), source, np.int32(self.column))
+
+    def _decode(self) -> None:
+        """One segment, and the host's only look at the device: what was drawn."""
+        slots, smallest, live = len(self.holder), self.engine.heights[0], self.live.size
+        if self.waiting:
+            enough = slots - live + max(1, slots // 8)  # so many free slots are worth a prefill
+        else:
+            enough = slots - smallest if live > smallest else slots
+        self.cache, drawn = self.engine.programs.segment(
+            self.weights, self.cache, self._rows(), np.int32(self.column), np.int32(enough), self.sampling
+        )
+        drawn = jax.device_get(drawn)
+        self.column += int(drawn.steps)
+        for slot in np.flatnonzero(self.holder != FREE):
+            b = self.holder[slot]
+            before, self.counts[b] = self.counts[b], drawn.count[slot]
+            new = drawn.count[slot] - before
+            self.tokens[b, before : before + new] = drawn.tokens[slot, :new]
+            self.logprobs[b, before : before + new] = drawn.logprobs[slot, :new]
+            self.ended[b] = drawn.ended[slot]
+            self.listen(int(b), drawn.tokens[slot, :new].tolist())
+            if drawn.ended[slot] or self.counts[b] == self.limit:
+                self.holder[slot] = FREE
+
+    def _lengths(self, b: np.ndarray) -> np.ndarray:
+        """Tokens in the cache of these prompts: all but the last one."""
+        return np.array([len(self.prompts[i]) for i in b], np.int32) + self.counts[b] - 1
+
+    def _rows(self) -> Rows:
+        live = self.holder != FREE
+        b = self.holder[live]
+        rows = {name: np.zeros(len(live), np.int32) for name in ("token", "length", "count", "number")}
+        rows["token"][live] = [self.tokens[i, self.counts[i] - 1] if self.counts[i] else self.prompts[i][-1] for i in b]
+        rows["length"][live], rows["count"][live], rows["number"][live] = self._lengths(b), self.counts[b], self.numbers[b]
+        return Rows(**rows, done=~live)

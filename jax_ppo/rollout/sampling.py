@@ -81,9 +81,9 @@ def row_keys(key: jax.Array, rows: jax.Array, index: jax.Array) -> jax.Array:
     Args:
       key:   the iteration's key.
       rows:  [B] int.
-      index: scalar int, index of the token in its response.
+      index: [B] int, index of each row's token in its response.
 
     Returns:
       [B] keys.
     """
-    return jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), index))(rows)
+    return jax.vmap(lambda row, i: jax.random.fold_in(jax.random.fold_in(key, row), i))(rows, index)

@@ -1,5 +1,8 @@
 """Decoding on a double that says what it is told, and the distribution of the real model under padding and filters."""
 
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,116 +13,165 @@ from jax_ppo.models import qwen
 from jax_ppo.rollout import decoding
 from jax_ppo.rollout.sampling import draw
 
-PAD = 0
+FIRST = 6  # the last token of every prompt
 
 
-def sampling(ends, *, temperature=1.0, top_k=0, top_p=1.0):
+def sampling(ends, *, temperature=1.0, top_k=0, top_p=1.0, min_tokens=0, limit=1000):
     return decoding.Sampling(
         key=jax.random.key(0),
         temperature=jnp.float32(temperature),
         top_k=jnp.int32(top_k),
         top_p=jnp.float32(top_p),
         end_ids=jnp.asarray(ends, jnp.int32),
-        pad_id=jnp.int32(PAD),
+        min_tokens=jnp.int32(min_tokens),
+        limit=jnp.int32(limit),
     )
+
+
+class Continued(NamedTuple):
+    """What rows have drawn: their tokens, their log-probabilities, whether each ended, and the steps it took."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    ended: list[bool]
+    steps: int
 
 
 @pytest.fixture
 def continued(monkeypatch):
-    """Forces continuations: the model reads them as its prompt and repeats them, as long as it is fed what it said.
+    """Forces continuations: the model finds them in its cache and repeats them, as long as it is fed what it said.
 
-    Where the token, the position or the column it is given is wrong, it says 1 instead.
+    Where the token, the position or the column it is given is wrong, it says 1 instead. Second best is always 2.
     """
 
-    def logits(script, index, right):
-        said = jax.lax.dynamic_index_in_dim(script, index, axis=1, keepdims=False)
-        return 100.0 * jax.nn.one_hot(jnp.where(right, said, 1), 10)
-
-    def prefill(params, config, tokens, lengths, *, width, dtype, method):
-        script = tokens[:, :, None, None].astype(jnp.float32)
-        room = ((0, 0), (0, width - tokens.shape[1]), (0, 0), (0, 0))
-        return logits(tokens, 0, lengths == tokens.shape[1]), [(jnp.pad(script, room), jnp.pad(script, room))]
-
     def decode(weights, config, tokens, lengths, column, cache, *, dtype):
+        script = cache[0][0][:, :, 0, 0].astype(jnp.int32)
         size = weights["size"]
-        script = cache[0][0][:, :size, 0, 0].astype(jnp.int32)
-        index = column - size + 1
-        fed = tokens == jax.lax.dynamic_index_in_dim(script, index - 1, axis=1, keepdims=False)
-        return logits(script, index, fed & (lengths == column)), cache
+        said = lambda i: jax.lax.dynamic_index_in_dim(script, i, axis=1, keepdims=False)  # noqa: E731
+        fed = tokens == jnp.where(column == size, FIRST, said(column - size - 1))
+        says = jnp.where(fed & (lengths == column), said(column - size), 1)
+        return 100.0 * jax.nn.one_hot(says, 10) + 50.0 * jax.nn.one_hot(jnp.full_like(says, 2), 10), cache
 
-    monkeypatch.setattr(decoding.qwen, "prefill", prefill)
     monkeypatch.setattr(decoding.qwen, "decode", decode)
 
-    @jax.jit
-    def play(tokens, live, chosen):
-        count, size = tokens.shape
-        filled = jnp.full(count, size, jnp.int32)
-        rows, room = jnp.arange(count), {"width": 2 * size, "limit": size}
-        slots = decoding.prefill({}, None, tokens, filled, rows, live, chosen, **room, dtype=None, method="")
-        return decoding.segment({"size": size}, None, slots, chosen, dtype=None)
+    @partial(jax.jit, static_argnames=("size", "width"))
+    def play(script, live, enough, chosen, size, width):
+        slots, length = script.shape
+        room = ((0, 0), (0, width - length), (0, 0), (0, 0))
+        cache = [(jnp.pad(script[:, :, None, None].astype(jnp.float32), room),) * 2]
+        rows = decoding.Rows(
+            token=jnp.full(slots, FIRST), length=jnp.full(slots, length), count=jnp.zeros(slots, jnp.int32), number=jnp.arange(slots), done=~live
+        )
+        column = jnp.int32(length)
+        return decoding.segment({"size": length}, None, cache, rows, column, enough, chosen, size=size, dtype=None)[1]
 
-    def run(scripts, ends, *, live=None):
-        tokens = np.array(scripts, np.int32)
-        live = np.ones(len(tokens), bool) if live is None else np.array(live)
-        return jax.device_get(play(tokens, live, sampling(ends)))
+    def run(scripts, ends, *, live=None, enough=None, size=None, width=100, **how):
+        script = np.array(scripts, np.int32)
+        live = np.ones(len(script), bool) if live is None else np.array(live)
+        enough = len(script) if enough is None else enough
+        chosen = sampling(ends, **{"limit": script.shape[1], **how})
+        drawn = jax.device_get(play(script, live, np.int32(enough), chosen, size or script.shape[1], width))
+        cut = lambda x: [row[:n].tolist() for row, n in zip(x, drawn.count, strict=True)]  # noqa: E731
+        return Continued(cut(drawn.tokens), cut(drawn.logprobs), drawn.ended.tolist(), int(drawn.steps))
 
     return run
 
 
 def test_forced_continuations_end_at_any_of_several_ids(continued):
-    slots = continued([[7, 9, 5, 5], [9, 5, 5, 5], [7, 7, 7, 7], [7, 8, 9, 5]], ends=(9, 8))
-    assert slots.lengths.tolist() == [2, 1, 4, 2]
-    assert slots.done.tolist() == [True, True, False, True]
-    assert slots.tokens.tolist() == [[7, 9, PAD, PAD], [9, PAD, PAD, PAD], [7, 7, 7, 7], [7, 8, PAD, PAD]]
-    np.testing.assert_allclose(slots.logprobs, 0.0, atol=1e-6)
+    drawn = continued([[7, 9, 5, 5], [9, 5, 5, 5], [7, 7, 7, 7], [7, 8, 9, 5]], ends=(9, 8))
+    assert drawn.tokens == [[7, 9], [9], [7, 7, 7, 7], [7, 8]]
+    assert drawn.ended == [True, True, False, True]
+    np.testing.assert_allclose(np.concatenate(drawn.logprobs), 0.0, atol=1e-6)
 
 
 def test_an_end_id_given_twice_is_an_end_id(continued):
-    assert continued([[7, 9, 5, 5]], ends=(9, 9)).lengths.tolist() == [2]
+    assert continued([[7, 9, 5, 5]], ends=(9, 9)).tokens == [[7, 9]]
 
 
 @pytest.mark.parametrize("lengths", [(1, 2, 3, 4), (1, 1, 1, 1), (3, 1, 2, 1)])
 def test_rows_that_end_apart_are_those_decoded_alone(continued, lengths):
     scripts = [[7] * (n - 1) + [9] + [5] * (6 - n) for n in lengths]
     together = continued(scripts, ends=(9,))
-    assert together.lengths.tolist() == list(lengths)
-    assert together.count == max(lengths)  # no token more than the longest row needs
+    assert [len(tokens) for tokens in together.tokens] == list(lengths)
+    assert together.steps == max(lengths)  # no token more than the longest row needs
     for b in range(4):
         alone = continued(scripts, ends=(9,), live=np.arange(4) == b)
-        assert together.tokens[b].tolist() == alone.tokens[b].tolist()
-        assert (together.tokens[b, lengths[b] :] == PAD).all()
+        assert together.tokens[b] == alone.tokens[b]
 
 
-def test_rows_that_only_fill_the_batch_draw_nothing(continued):
-    slots = continued([[7, 9, 5, 5], [7, 7, 7, 7]], ends=(9,), live=[True, False])
-    assert slots.count == 2
-    assert slots.lengths.tolist() == [2, 0]
-    assert slots.tokens[1].tolist() == [PAD] * 4
+def test_slots_without_a_row_draw_nothing(continued):
+    drawn = continued([[7, 9, 5, 5], [7, 7, 7, 7]], ends=(9,), live=[True, False])
+    assert drawn.steps == 2
+    assert drawn.tokens == [[7, 9], []]
+    assert drawn.ended == [True, False]
 
 
-def test_the_pad_of_a_finished_row_is_no_end_and_no_token(continued):
-    """Where the pad id is an end id as well, drawing it still counts once."""
-    slots = continued([[7, PAD, 5, 5], [7, 7, 7, 9]], ends=(PAD, 9))
-    assert slots.lengths.tolist() == [2, 4]
-    assert slots.done.all()
+def test_a_segment_ends_when_it_is_long_enough_or_the_cache_is_full_or_enough_rows_are_done(continued):
+    scripts = [[7, 9, 7, 7, 7, 7], [7, 7, 7, 9, 7, 7], [7, 7, 7, 7, 7, 7]]
+    assert continued(scripts, ends=(9,), size=3).steps == 3
+    assert continued(scripts, ends=(9,), width=6 + 5).steps == 5
+    assert continued(scripts, ends=(9,), enough=1).steps == 2
+    assert continued(scripts, ends=(9,), enough=2).steps == 4
+    assert continued(scripts, ends=(9,)).steps == 6
+    assert continued(scripts, ends=(9,), limit=5).steps == 5
 
 
-prefill = jax.jit(qwen.prefill, static_argnames=("config", "width", "dtype", "method"))
+def test_no_end_before_the_least_tokens(continued):
+    """The end ids score highest from the start; the next best comes in their place, as the only one left."""
+    drawn = continued([[9, 9, 9, 9, 9], [8, 8, 8, 8, 8]], ends=(8, 9), min_tokens=3)
+    # What the double is fed is not what it wanted to say, so from then on it says 1, the highest that may be drawn.
+    assert [tokens[0] for tokens in drawn.tokens] == [2, 2]
+    assert all(not {8, 9} & set(tokens[:3]) for tokens in drawn.tokens)
+    np.testing.assert_allclose([row[0] for row in drawn.logprobs], 0.0, atol=1e-6)
+    assert continued([[7, 7, 7, 9, 5]], ends=(8, 9), min_tokens=3).tokens == [[7, 7, 7, 9]]
+
+
+def numbered(slots, width):
+    """A cache whose every entry says which slot and column it is from, [S, W, 1, 1]."""
+    x = 1000.0 * np.arange(slots)[:, None] + np.arange(width)[None]
+    return (jnp.asarray(x)[:, :, None, None], -jnp.asarray(x)[:, :, None, None])
+
+
+@pytest.mark.parametrize(("start", "width"), [(3, 6), (0, 4), (5, 8), (-2, 12)])
+def test_rows_keep_their_columns_in_order_when_they_move(start, width):
+    source = np.array([[2, 0], [1, 1]], np.int32)  # two shards of three slots; two of each stay
+    keys, values = decoding.arrange(numbered(6, 8), source, np.int32(start), width=width)
+    np.testing.assert_array_equal(values, -keys)
+    for slot, old in enumerate([2, 0, 4, 4]):
+        for column in range(width):
+            if 0 <= start + column < 8:
+                assert float(keys[slot, column, 0, 0]) == 1000 * old + start + column
+
+
+def test_admitted_prompts_end_before_the_column_and_touch_nothing_else():
+    pair, fresh = numbered(4, 9), np.arange(2 * 4 * 3).reshape(2, 4, 3, 1, 1) + 0.5
+    source = np.array([[-1, 1], [0, -1]], np.int32)
+    keys, values = decoding.admit(pair, (fresh, -fresh), np.int32(1), source, np.int32(7))
+    np.testing.assert_array_equal(values, -keys)
+    expected = np.array(pair[0])
+    expected[1, 4:7], expected[2, 4:7] = fresh[1, 1], fresh[1, 2]  # the second shard's first prompt is the third of all
+    np.testing.assert_array_equal(keys, expected)
+
+
+prefill = jax.jit(qwen.prefill, static_argnames=("config", "dtype"))
 decode = jax.jit(qwen.decode, static_argnames=("config", "dtype"))
 
 
 def logits_of_every_token(prompts, tokens, padded):
-    """[B, T, V]: logits that prefill and decode give while `tokens` are fed, with the prompts padded to `padded` columns."""
+    """[B, T, V]: logits that come out while `tokens` are fed, with the prompts padded to `padded` columns."""
     params = tiny.redrawn(3)
     weights = qwen.decode_weights(params, tiny.MODEL, jnp.float32)
     rows = np.zeros((len(prompts), padded), np.int32)
     for row, prompt in zip(rows, prompts, strict=True):
-        row[padded - len(prompt) :] = prompt
-    lengths = np.array([len(p) for p in prompts], np.int32)
-    z, cache = prefill(params, tiny.MODEL, rows, lengths, width=padded + tokens.shape[1], dtype=jnp.float32)
-    seen = [z]
-    for t in range(tokens.shape[1] - 1):
-        z, cache = decode(weights, tiny.MODEL, tokens[:, t], lengths + t, np.int32(padded + t), cache, dtype=jnp.float32)
+        row[padded - len(prompt) + 1 :] = prompt[:-1]
+    lengths = np.array([len(p) - 1 for p in prompts], np.int32)
+    keys, vals = prefill(params, tiny.MODEL, rows, lengths, dtype=jnp.float32)
+    room = ((0, 0), (0, tokens.shape[1]), (0, 0), (0, 0))  # exactly as many columns as tokens: the last one fills the cache
+    cache = [(jnp.pad(keys[i], room), jnp.pad(vals[i], room)) for i in range(tiny.MODEL.num_hidden_layers)]
+    fed = np.concatenate([[[p[-1]] for p in prompts], tokens[:, :-1]], axis=1).astype(np.int32)
+    seen = []
+    for t in range(tokens.shape[1]):
+        z, cache = decode(weights, tiny.MODEL, fed[:, t], lengths + t, np.int32(padded + t), cache, dtype=jnp.float32)
         seen.append(z)
     return np.stack(seen, axis=1)
 

@@ -1,5 +1,8 @@
 """Sampling with a cache against a loop without one, and the same tokens however the rows are arranged."""
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +11,9 @@ import tiny
 from jax.sharding import AxisType
 
 from jax_ppo import sharding
-from jax_ppo.config import Config, ModelConfig
+from jax_ppo.config import Config, ModelConfig, RolloutConfig
 from jax_ppo.models import qwen
-from jax_ppo.rollout.engine import Engine
+from jax_ppo.rollout.engine import Engine, ladder
 from jax_ppo.steps import Steps
 from jax_ppo.types import Problem, Prompts
 
@@ -25,17 +28,32 @@ def one_device():
 class Player:
     """A tiny model on a mesh, ready to sample."""
 
-    def __init__(self, mesh):
-        self.mesh = mesh
+    def __init__(self, mesh, *, segment=4):
+        self.mesh, self.segment = mesh, segment
+        rollout = RolloutConfig(max_response_tokens=LIMIT, segment=segment)
         with jax.set_mesh(mesh):
-            self.steps = Steps(Config(model=ModelConfig(compute_dtype="float32")), tiny.MODEL, tiny.MODEL, mesh)
+            self.steps = Steps(Config(model=ModelConfig(compute_dtype="float32"), rollout=rollout), tiny.MODEL, tiny.MODEL, mesh)
             self.params = jax.device_put(tiny.redrawn(1), self.steps.actor.shardings)
             self.weights = self.steps.decode_weights(self.params)
 
-    def sample(self, prompts, *, slots=8, segment=4, limit=LIMIT, ends=(63,), key=0, temperature=1.0):
-        engine = Engine(self.steps.prefill, self.steps.decode, self.steps.widen, slots, WIDTH, limit, segment, ends, PAD)
+    def engine(self, *, slots=8, ends=(63,), **programs):
+        shards = sharding.row_shards(self.mesh)
+        return Engine(replace(self.steps.rollout, **programs), shards, slots, WIDTH, LIMIT, self.segment, ends, PAD)
+
+    def sample(self, prompts, *, slots=8, ends=(63,), key=0, temperature=1.0, engine=None, **how):
+        engine = engine or self.engine(slots=slots, ends=ends)
         with jax.set_mesh(self.mesh):
-            return engine.generate(self.params, self.weights, prompts, jax.random.key(key), temperature=temperature)
+            return engine.generate(self.params, self.weights, prompts, jax.random.key(key), temperature=temperature, **how)
+
+
+def watched(function, calls, note):
+    """The same function, which notes something of each call."""
+
+    def call(*args, **more):
+        calls.append(note(*args, **more))
+        return function(*args, **more)
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -109,27 +127,88 @@ def test_any_end_id_ends_and_stays(alone, prompts, truth):
 
 
 def test_all_rows_ending_at_once_decode_nothing_more(alone, prompts):
-    calls = []
+    steps = []
+    segment = alone.steps.rollout.segment
 
     def counted(*args):
-        slots = alone.steps.decode(*args)
-        calls.append(int(slots.count))
-        return slots
+        cache, drawn = segment(*args)
+        steps.append(int(drawn.steps))
+        return cache, drawn
 
-    engine = Engine(alone.steps.prefill, counted, alone.steps.widen, 8, WIDTH, LIMIT, 4, tuple(range(64)), PAD)
-    with jax.set_mesh(alone.mesh):
-        rollout = engine.generate(alone.params, alone.weights, prompts, jax.random.key(0), temperature=1.0)
-    assert calls == [1]
+    rollout = alone.sample(prompts, engine=alone.engine(ends=tuple(range(64)), segment=counted))
+    assert steps == [1]
     assert rollout.lengths.tolist() == [1] * COUNT
     assert rollout.finished.all()
 
 
-@pytest.mark.parametrize(("slots", "segment"), [(4, 4), (3, 4), (64, 4), (8, 1), (8, 64)])
-def test_tokens_depend_on_neither_slots_nor_segments(alone, prompts, slots, segment):
-    usual, other = alone.sample(prompts), alone.sample(prompts, slots=slots, segment=segment)
+@pytest.mark.parametrize("slots", [1, 3, 4, 64])
+def test_tokens_do_not_depend_on_the_slots(alone, prompts, slots):
+    usual, other = alone.sample(prompts), alone.sample(prompts, slots=slots)
     np.testing.assert_array_equal(other.tokens, usual.tokens)
     np.testing.assert_array_equal(other.lengths, usual.lengths)
+    np.testing.assert_array_equal(other.finished, usual.finished)
     np.testing.assert_allclose(other.logprobs, usual.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("segment", [1, 64])
+def test_tokens_do_not_depend_on_the_segments(alone, prompts, segment):
+    """One look at every token, and none before the end: no row is ever moved."""
+    usual, other = alone.sample(prompts), Player(one_device(), segment=segment).sample(prompts)
+    np.testing.assert_array_equal(other.tokens, usual.tokens)
+    np.testing.assert_allclose(other.logprobs, usual.logprobs, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def many(prompts):
+    """Forty rows of five prompts, eight times each."""
+    return Prompts([Problem("", "")] * 40, [prompts.tokens[i] for i in (1, 2, 4, 6, 7) for _ in range(8)], np.arange(40))
+
+
+def test_rows_leave_enter_and_move_without_changing_a_token(alone, many):
+    """With ends that come early and late, the cache is moved to other sizes, and seats are given twice."""
+    ends = tuple(range(10, 20))
+    straight = alone.sample(many, slots=40, ends=ends)
+    moves, heights = [], []
+    engine = alone.engine(
+        slots=32,
+        ends=ends,
+        arrange=watched(alone.steps.rollout.arrange, moves, lambda pair, source, start, width: (source.size, width)),
+        segment=watched(alone.steps.rollout.segment, heights, lambda weights, cache, *_: cache[0][0].shape[0]),
+    )
+    rollout = alone.sample(many, engine=engine)
+    assert len(set(straight.lengths.tolist())) > 3
+    assert 8 in heights and 32 in heights, "the last rows move into fewer slots"
+    assert moves
+    np.testing.assert_array_equal(rollout.tokens, straight.tokens)
+    np.testing.assert_array_equal(rollout.lengths, straight.lengths)
+    np.testing.assert_allclose(rollout.logprobs, straight.logprobs, atol=1e-5)
+
+
+def test_samples_of_one_prompt_share_its_prefill(alone, many):
+    lines = []
+    prefill = watched(alone.steps.rollout.prefill, lines, lambda params, tokens, lengths: int((lengths > 0).sum()))
+    shared = alone.sample(many, engine=alone.engine(slots=40, prefill=prefill))
+    assert sum(lines) == 5
+    for b in (0, 7, 23, 39):
+        single = Prompts(many.problems[:1], [many.tokens[b]], many.rows[b : b + 1])
+        np.testing.assert_array_equal(alone.sample(single).tokens[0], shared.tokens[b])
+
+
+def test_no_end_before_the_least_tokens_and_no_token_behind_the_limit(alone, prompts):
+    ends = tuple(range(20, 60))
+    rollout = alone.sample(prompts, ends=ends, min_tokens=5, limit=7)
+    assert rollout.lengths.min() >= 6 and rollout.lengths.max() == 7
+    assert not np.isin(rollout.tokens[:, :5], ends).any()
+    np.testing.assert_array_equal(rollout.finished, np.isin(rollout.tokens[np.arange(COUNT), rollout.lengths - 1], ends))
+    for wrong in ({"limit": 0}, {"limit": LIMIT + 1}, {"min_tokens": 8, "limit": 7}):
+        with pytest.raises(ValueError, match="limit"):
+            alone.sample(prompts, **wrong)
+
+
+def test_the_listener_hears_every_token(alone, prompts):
+    heard = [[] for _ in range(COUNT)]
+    rollout = alone.sample(prompts, slots=3, listen=lambda b, tokens: heard[b].extend(tokens))
+    assert heard == [row[:n].tolist() for row, n in zip(rollout.tokens, rollout.lengths, strict=True)]
 
 
 def test_tokens_travel_with_their_row(alone, prompts):
@@ -161,33 +240,77 @@ def test_tokens_do_not_depend_on_the_mesh(alone, prompts, shape):
     np.testing.assert_allclose(sharded.logprobs, usual.logprobs, atol=1e-5)
 
 
-def test_a_second_rollout_compiles_nothing(alone, prompts):
-    alone.sample(prompts)
-    compiled = []
-    listener = lambda name, *_, **__: compiled.append(name)  # noqa: E731
+@pytest.fixture
+def compiled():
+    """What XLA has compiled since the fixture was asked for."""
+    names = []
+    listener = lambda name, *_, **__: names.append(name) if "backend_compile" in name else None  # noqa: E731
     jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        alone.sample(prompts, key=9, temperature=0.5)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
-    assert not [name for name in compiled if "backend_compile" in name]
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+def test_no_rollout_compiles(many, compiled, shape):
+    """Whatever its lengths, sizes and filters, once the engine has compiled."""
+    player = Player(one_device() if shape == (1, 1, 1) else sharding.make_mesh(*shape))
+    engine, seen = player.engine(slots=32 * sharding.row_shards(player.mesh), ends=tuple(range(10, 20))), []
+    with jax.set_mesh(player.mesh):
+        engine.compile(player.params, player.weights, progress=lambda *x: seen.append(x))
+    assert seen[-1][0] == seen[-1][1] == len(seen)
+    many = Prompts(many.problems * 4, many.tokens * 4, np.arange(160))
+    compiled.clear()
+    for key in range(5):
+        player.sample(many, engine=engine, key=key, temperature=0.5)
+    player.sample(many, engine=engine, temperature=0.0)
+    short = [tokens[:2] for tokens in many.tokens]
+    player.sample(Prompts(many.problems, short, many.rows), engine=engine, min_tokens=LIMIT)
+    assert not compiled
 
 
 def test_the_host_sees_progress(alone, prompts):
     seen = []
-    engine = Engine(alone.steps.prefill, alone.steps.decode, alone.steps.widen, 4, WIDTH, LIMIT, 4, (64,), PAD)
-    with jax.set_mesh(alone.mesh):
-        engine.generate(
-            alone.params, alone.weights, prompts, jax.random.key(0), temperature=1.0, progress=lambda *x: seen.append(x)
-        )
-    assert seen[0] == (0, COUNT)
+    alone.sample(prompts, slots=4, progress=lambda *x: seen.append(x))
+    done = [x for x, _ in seen]
+    assert done == sorted(done) and done[-1] == COUNT
     assert all(total == COUNT for _, total in seen)
 
 
-def test_the_prefill_holds_no_logits_of_the_prompt(alone):
-    """With a vocabulary that outweighs everything else, B x P x V would show."""
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
+def test_no_row_leaves_its_shard(shape):
+    """Neither moving rows about nor admitting prompts talks to another device."""
+    mesh = sharding.make_mesh(*shape)
+    shards = sharding.row_shards(mesh)
+    with jax.set_mesh(mesh):
+        programs = Steps(Config(model=ModelConfig(compute_dtype="float32")), tiny.MODEL, tiny.MODEL, mesh).rollout
+        pair = programs.empty(32, 24)[0]
+        some = lambda columns: jnp.zeros((shards, columns), jnp.int32)  # noqa: E731
+        prompts = np.zeros((2 * shards, 8), np.int32)
+        fresh = programs.prefill(jax.tree.map(jnp.zeros_like, tiny.redrawn(0)), prompts, prompts[:, 0])
+        moving = programs.arrange.lower(pair, some(8 // shards), np.int32(3), width=16).compile().as_text()
+        entering = programs.admit.lower(pair, fresh, np.int32(0), some(32 // shards), np.int32(9)).compile().as_text()
+    for text in (moving, entering):
+        assert "fusion" in text
+        for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+            assert collective not in text
+
+
+def test_the_prefill_holds_no_logits(alone):
+    """With a vocabulary that outweighs everything else, C x P x V would show."""
     config = tiny.model(vocab_size=8192)
     shapes = jax.eval_shape(lambda: qwen.init(jax.random.key(0), config))
     tokens, lengths = jax.ShapeDtypeStruct((8, 64), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
-    program = jax.jit(lambda p, t, n: qwen.prefill(p, config, t, n, width=80, dtype=jnp.float32)).lower(shapes, tokens, lengths)
+    program = jax.jit(lambda p, t, n: qwen.prefill(p, config, t, n, dtype=jnp.float32)).lower(shapes, tokens, lengths)
     assert program.compile().memory_analysis().temp_size_in_bytes < 8 * 64 * 8192 * 4 / 4
+
+
+def test_sizes_come_from_short_ladders():
+    assert ladder(32, 256) == [32, 64, 128, 256]
+    assert ladder(32, 40) == [32, 40]
+    assert ladder(40, 40) == [40]
+    programs: Any = None
+    engine = Engine(programs, 4, 256, 200, 512, 64, (0,), 0)
+    assert engine.heights == [64, 256]
+    assert engine.widths == [264, 528, 712]
+    assert engine.prompt_widths == [32, 64, 128, 200]
+    assert engine.prefill_rows == 4 * 10

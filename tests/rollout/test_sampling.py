@@ -72,7 +72,7 @@ jitted = jax.jit(draw)
 def test_frequencies_are_the_softmax(filters):
     count, logits = 20_000, jnp.array([1.5, 0.3, -0.4, 1.0, -2.0])
     tokens, logprobs = jitted(
-        jnp.broadcast_to(logits, (count, 5)), row_keys(jax.random.key(3), jnp.arange(count), jnp.int32(7)), **scalars(**filters)
+        jnp.broadcast_to(logits, (count, 5)), row_keys(jax.random.key(3), jnp.arange(count), jnp.full(count, 7)), **scalars(**filters)
     )
     # The truth in float64, by sorting in numpy.
     z = np.asarray(logits, np.float64) / filters.get("temperature", 1.0)
@@ -99,7 +99,7 @@ def test_temperature_zero_takes_the_largest_and_the_lowest_of_equals():
 def test_a_row_is_drawn_alike_in_any_company():
     logits = jax.random.normal(jax.random.key(0), (6, 50))
     rows, order = jnp.array([5, 9, 2, 40, 7, 0]), jnp.array([3, 0, 5, 1, 4, 2])
-    keys = lambda rows: row_keys(jax.random.key(1), rows, jnp.int32(3))  # noqa: E731
+    keys = lambda rows: row_keys(jax.random.key(1), rows, jnp.full(6, 3))  # noqa: E731
     together, _ = jitted(logits, keys(rows), **scalars())
     moved, _ = jitted(logits[order], keys(rows[order]), **scalars())
     assert moved.tolist() == together[order].tolist()
