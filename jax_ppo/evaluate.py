@@ -146,11 +146,13 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
         else:
             iteration = 0
             params = hf.load_params(directory, model, dtype=config.model.param_dtype, shardings=steps.actor.shardings)
+        engine, weights = make_engine(config, steps, task), steps.decode_weights(params)
+        engine.compile(params, weights, lambda done, total: display.stage("compiling", done, total))
         _, result = evaluate(
             config,
-            make_engine(config, steps, task),
+            engine,
             params,
-            steps.decode_weights(params),
+            weights,
             task,
             limit=0,
             samples=config.eval.samples,

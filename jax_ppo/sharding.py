@@ -105,6 +105,12 @@ def rows(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
+def result(lowered: Any) -> Any:
+    """Shapes of what a lowered program returns, and where it will lie: enough to compile the next program for."""
+    places = lowered.compile().output_shardings
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, places)
+
+
 def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
     """Pins the sharding of an activation, by logical axes; does nothing where no mesh is set."""
     if jax.sharding.get_abstract_mesh().empty:

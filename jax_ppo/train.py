@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ppo import warmstart
+from jax_ppo import sharding, warmstart
 from jax_ppo.config import Config, to_dict
 from jax_ppo.data import task as tasks
 from jax_ppo.evaluate import evaluate, make_engine
@@ -80,6 +80,7 @@ class Trainer:
     def train(self, stopped: list[int]) -> dict[str, Any]:
         """The loop. Ends early, saved, once `stopped` holds a signal."""
         config, last = self.config, dict[str, Any]()
+        self._compile()
         options: dict[str, Any] = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb, "config": to_dict(config)}
         with metrics.Writer(self.job.workdir, resume_after=self.done, **options) as writer:
             if self.done == 0 and config.eval.every and config.eval.at_start:
@@ -126,6 +127,11 @@ class Trainer:
         self._write_samples(i, prompts, rollout, texts, scores)
         self.done = i
         return measured | self._lengths(i, prompts, rollout)
+
+    def _compile(self) -> None:
+        params = self.learner.actor.params
+        weights = sharding.result(self.steps.decode_weights.lower(params))
+        self.engine.compile(params, weights, lambda done, total: self.display.stage("compiling", done, total))
 
     def _generate(self, i: int, prompts: Prompts) -> Rollout:
         params = self.learner.actor.params

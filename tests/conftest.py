@@ -8,8 +8,6 @@ import pytest
 
 # Tests of sharding need devices; eight of them exist on any CPU. Programs that tests start inherit only the environment.
 os.environ.update(JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1")
-# Eight devices share few cores: on a busy machine one may be a minute late to a collective, where XLA by default aborts.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 # Eight devices on two busy cores may wait long for each other; by default that ends the process after 40 seconds.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 jax.config.update("jax_platforms", "cpu")

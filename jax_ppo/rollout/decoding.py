@@ -1,12 +1,12 @@
 """The device half of sampling: prompts into a cache, rows moved about in it, one segment of tokens after the other out of it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.stages import Wrapped
 
 from jax_ppo.models import qwen
 from jax_ppo.models.layers import QwenConfig
@@ -80,11 +80,11 @@ class Programs:
     arrange, admit, segment: as the functions of this module, on the parameters of one model.
     """
 
-    empty: Callable[..., Any]
-    prefill: Callable[..., Any]
-    arrange: Callable[..., Any]
-    admit: Callable[..., Any]
-    segment: Callable[..., Any]
+    empty: Wrapped
+    prefill: Wrapped
+    arrange: Wrapped
+    admit: Wrapped
+    segment: Wrapped
 
 
 def segment(
@@ -142,7 +142,9 @@ def segment(
             ended=ended,
             steps=drawn.steps + 1,
         )
-        rows = replace(rows, token=token, length=rows.length + live, count=count, done=rows.done | ends | (count >= sampling.limit))
+        rows = replace(
+            rows, token=token, length=rows.length + live, count=count, done=rows.done | ends | (count >= sampling.limit)
+        )
         return cache, rows, drawn
 
     cache, _, drawn = jax.lax.while_loop(going, one_token, (cache, rows, drawn))

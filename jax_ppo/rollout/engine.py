@@ -1,5 +1,6 @@
 """The host half of sampling: which rows are decoded when, in which slots, and how wide their cache is."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo.rollout.decoding import Drawn, Programs, Rows, Sampling
+from jax_ppo import sharding
+from jax_ppo.rollout.decoding import Programs, Rows, Sampling
 from jax_ppo.types import Params, Prompts, Rollout
 
 # Prompt tokens that one prefill reads on each row shard: enough to keep an accelerator busy, few enough that the last,
@@ -95,25 +97,25 @@ class Engine:
         """Compiles everything that any rollout may need, several programs at a time.
 
         Args:
-          params, weights: as `generate` takes them; nothing is computed with them.
+          params, weights: as `generate` takes them, or their shapes and shardings; nothing is computed.
           progress:        called with (programs done, all programs).
         """
-        programs, shards = self.programs, self.shards
+        programs, shards, rows = self.programs, self.shards, self.prefill_rows
         sampling = self._sampling(jax.random.key(0), 1.0, 0, 1.0, 0, self.limit)
-        number = np.int32(0)
-        integers = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
-        prefills = {p: programs.prefill.lower(params, integers(c, p), integers(c)) for c in [self.prefill_rows] for p in self.prompt_widths}
-        empties = {(h, w): programs.empty.lower(h, w) for h in self.heights for w in self.widths}
-        lowered = []
-        for (height, width), empty in empties.items():
-            cache, rows = _result(empty), Rows(*(integers(height) for _ in range(4)), done=np.ones(height, bool))
-            lowered.append(programs.segment.lower(weights, cache, rows, number, number, sampling))
-            for slots in [h for h in self.heights if h <= height]:
+        integers: Any = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
+        number = integers()[()]
+        prefills = {p: programs.prefill.lower(params, integers(rows, p), integers(rows)) for p in self.prompt_widths}
+        fresh = {p: sharding.result(prefill) for p, prefill in prefills.items()}
+        lowered = [*prefills.values()]
+        for height, width in itertools.product(self.heights, self.widths):
+            cache, each = sharding.result(programs.empty.lower(height, width)), integers(height)
+            idle = Rows(each, each, each, each, each == 0)
+            lowered.append(programs.segment.lower(weights, cache, idle, number, number, sampling))
+            for slots, wanted in itertools.product([h for h in self.heights if h <= height], self.widths):
                 source = integers(shards, slots // shards)
-                lowered += [programs.arrange.lower(cache[0], source, number, width=w) for w in self.widths]
-            for prompts in [_result(prefill) for p, prefill in prefills.items() if p <= width]:
+                lowered.append(programs.arrange.lower(cache[0], source, number, width=wanted))
+            for prompts in [kept for p, kept in fresh.items() if p <= width]:
                 lowered.append(programs.admit.lower(cache[0], prompts, number, integers(shards, height // shards), number))
-        lowered = [*lowered, *prefills.values()]
         with ThreadPoolExecutor(4) as pool:
             for done, _ in enumerate(pool.map(lambda program: program.compile(), lowered), start=1):
                 progress(done, len(lowered))
@@ -163,12 +165,6 @@ def ladder(low: int, high: int) -> list[int]:
 def fitting(sizes: Sequence[int], need: int) -> int:
     """The smallest size that is enough."""
     return next(size for size in sizes if size >= need)
-
-
-def _result(lowered: Any) -> Any:
-    """Shapes of what a program returns, and where it will lie, to compile the next one for."""
-    shardings = lowered.compile().output_shardings
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, shardings)
 
 
 class _Run:
@@ -282,12 +278,10 @@ class _Run:
     def _decode(self) -> None:
         """One segment, and the host's only look at the device: what was drawn."""
         slots, smallest, live = len(self.holder), self.engine.heights[0], self.live.size
-        if self.waiting:
-            enough = slots - live + max(1, slots // 8)  # so many free slots are worth a prefill
-        else:
-            enough = slots - smallest if live > smallest else slots
+        # Stop once so few rows are left that a prefill, or a move into fewer slots, is worth it.
+        left = live - max(1, slots // 8) if self.waiting else smallest if live > smallest else 0
         self.cache, drawn = self.engine.programs.segment(
-            self.weights, self.cache, self._rows(), np.int32(self.column), np.int32(enough), self.sampling
+            self.weights, self.cache, self._rows(), np.int32(self.column), np.int32(slots - left), self.sampling
         )
         drawn = jax.device_get(drawn)
         self.column += int(drawn.steps)
@@ -309,7 +303,8 @@ class _Run:
     def _rows(self) -> Rows:
         live = self.holder != FREE
         b = self.holder[live]
-        rows = {name: np.zeros(len(live), np.int32) for name in ("token", "length", "count", "number")}
-        rows["token"][live] = [self.tokens[i, self.counts[i] - 1] if self.counts[i] else self.prompts[i][-1] for i in b]
-        rows["length"][live], rows["count"][live], rows["number"][live] = self._lengths(b), self.counts[b], self.numbers[b]
-        return Rows(**rows, done=~live)
+        fields: list[Any] = [*np.zeros((4, len(live)), np.int32), ~live]
+        token, length, count, number, done = fields
+        token[live] = [self.tokens[i, self.counts[i] - 1] if self.counts[i] else self.prompts[i][-1] for i in b]
+        length[live], count[live], number[live] = self._lengths(b), self.counts[b], self.numbers[b]
+        return Rows(token, length, count, number, done)

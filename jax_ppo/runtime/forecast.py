@@ -112,12 +112,12 @@ def _describe(network: Network) -> str:
 
 
 def _cache(config: Config, actor: Network, prompt_width: int) -> int:
-    """The keys and values of all layers, once at full width, and once at the width before: while it grows, both exist."""
-    model, mesh, limit = actor.model, actor.mesh, config.rollout.max_response_tokens
+    """The keys and values of all layers at full width; one layer is there twice while it moves."""
+    model, mesh = actor.model, actor.mesh
     rows = -(-config.slots // sharding.row_shards(mesh))
-    columns = 2 * prompt_width + limit + limit // 2
+    columns = prompt_width + config.rollout.max_response_tokens
     heads = model.num_key_value_heads // mesh.shape["tensor"]
-    return 2 * rows * columns * model.num_hidden_layers * heads * model.head_dim * jnp.dtype(actor.dtype).itemsize
+    return 2 * rows * columns * (model.num_hidden_layers + 1) * heads * model.head_dim * jnp.dtype(actor.dtype).itemsize
 
 
 def _activations(network: Network, shape: tuple[int, int]) -> int:

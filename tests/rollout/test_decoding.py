@@ -60,7 +60,11 @@ def continued(monkeypatch):
         room = ((0, 0), (0, width - length), (0, 0), (0, 0))
         cache = [(jnp.pad(script[:, :, None, None].astype(jnp.float32), room),) * 2]
         rows = decoding.Rows(
-            token=jnp.full(slots, FIRST), length=jnp.full(slots, length), count=jnp.zeros(slots, jnp.int32), number=jnp.arange(slots), done=~live
+            token=jnp.full(slots, FIRST),
+            length=jnp.full(slots, length),
+            count=jnp.zeros(slots, jnp.int32),
+            number=jnp.arange(slots),
+            done=~live,
         )
         column = jnp.int32(length)
         return decoding.segment({"size": length}, None, cache, rows, column, enough, chosen, size=size, dtype=None)[1]

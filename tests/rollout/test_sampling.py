@@ -72,7 +72,9 @@ jitted = jax.jit(draw)
 def test_frequencies_are_the_softmax(filters):
     count, logits = 20_000, jnp.array([1.5, 0.3, -0.4, 1.0, -2.0])
     tokens, logprobs = jitted(
-        jnp.broadcast_to(logits, (count, 5)), row_keys(jax.random.key(3), jnp.arange(count), jnp.full(count, 7)), **scalars(**filters)
+        jnp.broadcast_to(logits, (count, 5)),
+        row_keys(jax.random.key(3), jnp.arange(count), jnp.full(count, 7)),
+        **scalars(**filters),
     )
     # The truth in float64, by sorting in numpy.
     z = np.asarray(logits, np.float64) / filters.get("temperature", 1.0)

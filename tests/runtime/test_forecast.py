@@ -5,7 +5,6 @@ import math
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -16,7 +15,7 @@ from jax_ppo.config import default_config, resolve
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.runtime import forecast
 from jax_ppo.runtime.display import start_table
-from jax_ppo.steps import Steps, slot_shardings
+from jax_ppo.steps import Steps
 
 MODEL = QwenConfig(
     vocab_size=64,
@@ -70,9 +69,8 @@ def test_networks_take_the_bytes_that_were_said(sizes, dtype):
     actor = zeros(made.actor.typed_shapes(dtype), made.actor.shardings)
     assert parts["reference"] == held(actor)
     assert parts["gradients"] == held(made.actor.zeros(actor)) + held(actor)  # the actor is larger by its head
-    place, heads = slot_shardings(MODEL, made.mesh).cache[0][0], (MODEL.num_key_value_heads, MODEL.head_dim)
-    caches = [jax.device_put(np.zeros((16, 24 + room, *heads), jnp.bfloat16), place) for room in (16, 32)]
-    assert parts["rollout"] == held(made.decode_weights(actor)) + 2 * MODEL.num_hidden_layers * held(caches)
+    cache = made.rollout.empty(16, 24 + 32)
+    assert parts["rollout"] == held(made.decode_weights(actor)) + held(cache) + held(cache[0])
 
 
 def test_half_the_bytes_in_bfloat16_and_an_eighth_on_eight_devices():

@@ -1,0 +1,247 @@
+"""How fast is it, and how far from what the machine could do? One JSON line a repetition.
+
+    python tools/benchmark.py rollout [--model=HF_DIR] [--workload=small|equal|ragged] [--repeat=3]
+
+    small    16 prompts of 32 tokens, 64 new ones each, a random model of 4 layers and width 256
+    equal    16, then 32 prompts of 128 random tokens, 64 new ones each, of the model in HF_DIR
+    ragged   16 problems of --data (JSONL) x 4 samples, as long as they come out, at most 256 tokens, of the model in HF_DIR
+    peer     the workload `ragged` through `generate` of transformers, for which torch is needed
+
+The floor is the time that the matrix products of the workload would take at the rate measured for that number of rows, or
+the reading of the weights at the measured bandwidth, whichever is longer, token by token; everything else would be free.
+Compare programs only within one sitting, in turns, by the ratio of their medians.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ppo import sharding
+from jax_ppo.config import Config, ModelConfig, RolloutConfig
+from jax_ppo.data import dataset, prompts
+from jax_ppo.models import hf, qwen
+from jax_ppo.models.layers import QwenConfig
+from jax_ppo.rollout.engine import Engine
+from jax_ppo.steps import Steps
+from jax_ppo.types import Params, Problem, Prompts, Rollout
+
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+SMALL = QwenConfig(
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to sample.
+
+    ends: end ids; an id outside of the vocabulary where nothing ends early.
+    """
+
+    name: str
+    model: QwenConfig
+    params: Params
+    prompts: Prompts
+    limit: int
+    ends: tuple[int, ...]
+
+
+def seconds(function: Any, repeat: int = 5) -> float:
+    """The shortest of several calls, in seconds."""
+    times = []
+    for _ in range(repeat + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(function())
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+class Machine:
+    """What this machine can do, measured once for each size.
+
+    bandwidth: bytes a second, reading.
+    """
+
+    def __init__(self, dtype: Any):
+        """Measures the bandwidth; products in `dtype`."""
+        self.dtype, self._rates = dtype, dict[int, float]()
+        x = jnp.ones(2**28 // jnp.dtype(dtype).itemsize, dtype)
+        total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
+        self.bandwidth = x.nbytes / seconds(lambda: total(x))
+
+    def rate(self, rows: int) -> float:
+        """Flops a second of [rows, 4096] x [4096, 4096], over matrices that do not fit into a cache; rows are rounded up to a power of 2."""
+        rows = 2 ** math.ceil(math.log2(rows))
+        if rows not in self._rates:
+            keys = jax.random.split(jax.random.key(0), 5)
+            x, *matrices = [jax.random.normal(k, (n, 4096), self.dtype) for k, n in zip(keys, [rows] + [4096] * 4, strict=True)]
+            products = jax.jit(lambda x, m: [x @ w for w in m])
+            self._rates[rows] = 4 * 2 * rows * 4096**2 / seconds(lambda: products(x, matrices))
+        return self._rates[rows]
+
+
+def floor(machine: Machine, model: QwenConfig, prompt_lengths: np.ndarray, lengths: np.ndarray) -> float:
+    """Seconds that a workload would take if only its matrix products, or the reading of the weights, cost time.
+
+    Args:
+      machine:        what was measured.
+      model:          of the workload.
+      prompt_lengths: of the prompts that are read.
+      lengths:        of the responses, all begun together.
+    """
+    heads = model.head_dim * (model.num_attention_heads + model.num_key_value_heads)
+    layer = 2 * model.hidden_size * heads + 3 * model.hidden_size * model.intermediate_size
+    body, head = model.num_hidden_layers * layer, model.hidden_size * model.vocab_size
+    read = (body + head) * jnp.dtype(machine.dtype).itemsize / machine.bandwidth
+    prefill = 2 * body * int(prompt_lengths.sum()) / machine.rate(1024)
+    live = (np.arange(lengths.max())[:, None] < lengths[None]).sum(axis=1)
+    return prefill + sum(max(2 * (body + head) * int(n) / machine.rate(int(n)), read) for n in live)
+
+
+def workloads(arguments: argparse.Namespace) -> Iterator[Workload]:
+    """Those that were asked for."""
+    rng = np.random.default_rng(0)
+    nothing = (10**6,)
+
+    def random_prompts(count: int, length: int, low: int, high: int) -> Prompts:
+        tokens = [rng.integers(low, high, length).astype(np.int32) for _ in range(count)]
+        return Prompts([Problem("", "")] * count, tokens, np.arange(count))
+
+    if arguments.workload == "small":
+        yield Workload("small", SMALL, qwen.init(jax.random.key(0), SMALL), random_prompts(16, 32, 3, 253), 64, nothing)
+        return
+    model = hf.load_config(arguments.model)
+    params = hf.load_params(arguments.model, model, dtype="float32")
+    if arguments.workload == "equal":
+        for count in (16, 32):
+            yield Workload(f"equal {count}", model, params, random_prompts(count, 128, 1000, 20000), 64, nothing)
+        return
+    tokenizer, problems, tokens = gsm8k(arguments)
+    some = Prompts([p for p in problems for _ in range(4)], [t for t in tokens for _ in range(4)], np.arange(64))
+    yield Workload("ragged", model, params, some, 256, prompts.end_ids(arguments.model, tokenizer))
+
+
+def gsm8k(arguments: argparse.Namespace) -> tuple[Any, list[Problem], list[np.ndarray]]:
+    """Tokenizer, 16 problems and their prompts."""
+    tokenizer = prompts.load_tokenizer(arguments.model)
+    problems, tokens, _ = prompts.encode(
+        dataset.load(arguments.data, "test", limit=16),
+        tokenizer,
+        instruction=INSTRUCTION,
+        max_prompt_tokens=512,
+        overlong="error",
+    )
+    return tokenizer, problems, tokens
+
+
+def rollout(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Samples each workload, again and again, after everything is compiled."""
+    for work in workloads(arguments):
+        count, width = len(work.prompts.tokens), -(-int(work.prompts.lengths.max()) // 8) * 8
+        config = Config(
+            model=ModelConfig(), rollout=RolloutConfig(batch=count, max_response_tokens=work.limit, segment=arguments.segment)
+        )
+        mesh = sharding.make_mesh(1, -1, 1)
+        with jax.set_mesh(mesh):
+            steps = Steps(config, work.model, work.model, mesh)
+            machine = Machine(steps.actor.dtype)
+            params = jax.device_put(work.params, steps.actor.shardings)
+            size, shards = min(config.rollout.segment, work.limit), sharding.row_shards(mesh)
+            engine = Engine(steps.rollout, shards, -(-count // shards) * shards, width, work.limit, size, work.ends, 0)
+            weights = steps.decode_weights(params)
+            start = time.perf_counter()
+            engine.compile(params, weights)
+            compiled = time.perf_counter() - start
+            for repetition in range(arguments.repeat + 1):
+                start = time.perf_counter()
+                out: Rollout = engine.generate(params, weights, work.prompts, jax.random.key(repetition), temperature=1.0)
+                took = time.perf_counter() - start
+                if repetition == 0:
+                    continue
+                read = np.array([len(t) for t in {x.tobytes(): x for x in work.prompts.tokens}.values()])
+                least = floor(machine, work.model, read, out.lengths)
+                yield {
+                    "workload": work.name,
+                    "new_tokens": int(out.lengths.sum()),
+                    "longest": int(out.lengths.max()),
+                    "s": took,
+                    "new_tokens_per_s": int(out.lengths.sum()) / took,
+                    "floor_s": least,
+                    "share_of_floor": least / took,
+                    "compile_s": compiled,
+                }
+
+
+def peer(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The ragged workload through transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(2)
+    tokenizer, _, tokens = gsm8k(arguments)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    ends = list(prompts.end_ids(arguments.model, tokenizer))
+    width = max(len(t) for t in tokens)
+    ids = torch.tensor([[0] * (width - len(t)) + t.tolist() for t in tokens])
+    mask = torch.tensor([[0] * (width - len(t)) + [1] * len(t) for t in tokens])
+    sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    for repetition in range(arguments.repeat):
+        torch.manual_seed(repetition)
+        start = time.perf_counter()
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=256,
+            num_return_sequences=4,
+            eos_token_id=ends,
+            pad_token_id=0,
+            **sampling,
+        )
+        took = time.perf_counter() - start
+        new = out[:, width:].numpy()
+        first = np.where(np.isin(new, ends).any(axis=1), np.isin(new, ends).argmax(axis=1) + 1, new.shape[1])
+        yield {
+            "peer": "transformers",
+            "workload": "ragged",
+            "new_tokens": int(first.sum()),
+            "longest": int(first.max()),
+            "s": took,
+            "new_tokens_per_s": int(first.sum()) / took,
+        }
+
+
+def main() -> None:
+    """Parses the command line and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["rollout", "peer"])
+    parser.add_argument("--model", type=Path, help="Hugging Face directory")
+    parser.add_argument("--data", default="", help="directory or JSONL of GSM8K")
+    parser.add_argument("--workload", choices=["small", "equal", "ragged"], default="small")
+    parser.add_argument("--segment", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=3)
+    arguments = parser.parse_args()
+    for line in {"rollout": rollout, "peer": peer}[arguments.what](arguments):
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
