@@ -1,6 +1,6 @@
 """Held-out accuracy: greedy, and of several samples a problem.
 
-python -m jax_ppo.evaluate --config=configs/gsm8k.py --checkpoint=(WORKDIR | HF_DIRECTORY)
+python -m jax_ppo.evaluate --config=configs/gsm8k.py --checkpoint=(WORKDIR | WORKDIR/checkpoints/N | HF_DIRECTORY)
 """
 
 import json
@@ -123,7 +123,8 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
 
     Args:
       config:          data, prompt format and response limit.
-      checkpoint_path: workdir of a run, whose newest checkpoint is taken, or a Hugging Face directory or hub id.
+      checkpoint_path: workdir of a run, whose newest checkpoint is taken; WORKDIR/checkpoints/N; or a Hugging Face directory or
+        hub id.
       workdir:         where the result of a Hugging Face model goes; that of a run goes beside its checkpoints.
 
     Returns:
@@ -132,7 +133,7 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
     Raises:
       InputError: for anything wrong in the configuration, the data or the checkpoint.
     """
-    trained = Path(checkpoint_path).expanduser().absolute()
+    trained, wanted = checkpoint.locate(Path(checkpoint_path))
     is_run = (trained / "checkpoints").is_dir()
     directory = trained / "model" if is_run else hub.model_directory(checkpoint_path, key="model.path")
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
@@ -141,12 +142,18 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
     with jax.set_mesh(mesh), Display(0) as display:
         if is_run:
             shapes = checkpoint.abstract(steps.actor.typed_shapes(config.model.param_dtype), steps.actor.shardings)
-            iteration, params, skipped = checkpoint.restore_params(trained, shapes)
+            iteration, params, skipped = checkpoint.restore_params(trained, shapes, iteration=wanted)
             for line in skipped:
                 display.say(line, "bold red")
         else:
             iteration = 0
-            params = hf.load_params(directory, model, dtype=config.model.param_dtype, shardings=steps.actor.shardings)
+            params = hf.load_params(
+                directory,
+                model,
+                dtype=config.model.param_dtype,
+                shardings=steps.actor.shardings,
+                progress=display.bar("loading model", hf.tensor_count(model)),
+            )
         _, result = evaluate(
             config,
             make_engine(config, steps, task),
@@ -173,7 +180,7 @@ def main(argv: list[str]) -> int:
         argv,
         lambda config, values: run(config, values.checkpoint, values.workdir),
         module="jax_ppo.evaluate",
-        strings={"checkpoint": "workdir of a run, or a Hugging Face directory"},
+        strings={"checkpoint": "workdir of a run, its checkpoints/N for a certain one, or a Hugging Face directory"},
     )
 
 
