@@ -1,6 +1,6 @@
 """Held-out accuracy: greedy, and of several samples a problem.
 
-python -m jax_ppo.evaluate --config=configs/gsm8k.py --checkpoint=(WORKDIR | HF_DIRECTORY)
+python -m jax_ppo.evaluate --config=configs/gsm8k.py --checkpoint=(WORKDIR | WORKDIR/checkpoints/N | HF_DIRECTORY)
 """
 
 import json
@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jax_ppo.config import Config
 from jax_ppo.data import task as tasks
 from jax_ppo.data.task import Task
 from jax_ppo.models import hf
+from jax_ppo.models.layers import QwenConfig
 from jax_ppo.rewards import gsm8k
 from jax_ppo.rollout.engine import Engine
 from jax_ppo.runtime import checkpoint, cli, hub, metrics
@@ -28,18 +29,70 @@ from jax_ppo.types import Params, Prompts, Rollout
 RULES = ("strict", "flexible", "verl")
 
 
-def make_engine(config: Config, steps: Steps, task: Task) -> Engine:
-    """The sampling engine of a run, the same for training and evaluation."""
+class Found(NamedTuple):
+    """Where a model is.
+
+    directory: its description, as a Hugging Face directory; with the weights where there is no workdir.
+    workdir:   of the run whose checkpoint is meant, or None.
+    iteration: of that checkpoint; None for the newest.
+    """
+
+    directory: Path
+    workdir: Path | None
+    iteration: int | None
+
+
+def find_model(path: str) -> Found:
+    """What a path to a model stands for.
+
+    Args:
+      path: workdir of a run, whose newest checkpoint is meant; WORKDIR/checkpoints/N; a Hugging Face directory; or a hub id.
+
+    Raises:
+      InputError: if it is none of them.
+    """
+    workdir, iteration = checkpoint.locate(Path(path))
+    if (workdir / checkpoint.FOLDER).is_dir():
+        return Found(workdir / "model", workdir, iteration)
+    return Found(hub.model_directory(path, flag="checkpoint"), None, None)
+
+
+def load_actor(found: Found, model: QwenConfig, steps: Steps, dtype: str, display: Display) -> tuple[int, Params]:
+    """The iteration that a model comes from, 0 for one of Hugging Face, and its parameters where `steps` wants them.
+
+    Raises:
+      InputError: if they cannot be read.
+    """
+    if found.workdir is None:
+        bar = display.bar("loading model", hf.tensor_count(model))
+        return 0, hf.load_params(found.directory, model, dtype=dtype, shardings=steps.actor.shardings, progress=bar)
+    shapes = checkpoint.abstract(steps.actor.typed_shapes(dtype), steps.actor.shardings)
+    iteration, params, skipped = checkpoint.restore_params(found.workdir, shapes, iteration=found.iteration)
+    for line in skipped:
+        display.say(line, "bold red")
+    return iteration, params
+
+
+def make_engine(config: Config, steps: Steps, *, prompt_width: int, end_ids: tuple[int, ...], pad_id: int) -> Engine:
+    """The sampling engine, the same for training, evaluation and everything else.
+
+    Args:
+      config:       slots, segment and limit of the rollout.
+      steps:        the jitted functions.
+      prompt_width: P, the longest prompt.
+      end_ids:      ids that end a response.
+      pad_id:       what stands behind the end.
+    """
     shards = sharding.row_shards(steps.mesh)
     return Engine(
         programs=steps.rollout,
         shards=shards,
         slots=-(-config.slots // shards) * shards,
-        prompt_width=task.prompt_width,
+        prompt_width=prompt_width,
         limit=config.rollout.max_response_tokens,
         size=min(config.rollout.segment, config.rollout.max_response_tokens),
-        end_ids=task.end_ids,
-        pad_id=task.pad_id,
+        end_ids=end_ids,
+        pad_id=pad_id,
     )
 
 
@@ -122,7 +175,8 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
 
     Args:
       config:          data, prompt format and response limit.
-      checkpoint_path: workdir of a run, whose newest checkpoint is taken, or a Hugging Face directory or hub id.
+      checkpoint_path: workdir of a run, whose newest checkpoint is taken; WORKDIR/checkpoints/N; or a Hugging Face directory or
+        hub id.
       workdir:         where the result of a Hugging Face model goes; that of a run goes beside its checkpoints.
 
     Returns:
@@ -131,22 +185,14 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
     Raises:
       InputError: for anything wrong in the configuration, the data or the checkpoint.
     """
-    trained = Path(checkpoint_path).expanduser().absolute()
-    is_run = (trained / "checkpoints").is_dir()
-    directory = trained / "model" if is_run else hub.model_directory(checkpoint_path, key="model.path")
+    found = find_model(checkpoint_path)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    model, task = hf.load_config(directory), tasks.load(config, directory)
+    model, task = hf.load_config(found.directory), tasks.load(config, found.directory)
     steps = Steps(config, model, model, mesh)
     with jax.set_mesh(mesh), Display(0) as display:
-        if is_run:
-            shapes = checkpoint.abstract(steps.actor.typed_shapes(config.model.param_dtype), steps.actor.shardings)
-            iteration, params, skipped = checkpoint.restore_params(trained, shapes)
-            for line in skipped:
-                display.say(line, "bold red")
-        else:
-            iteration = 0
-            params = hf.load_params(directory, model, dtype=config.model.param_dtype, shardings=steps.actor.shardings)
-        engine, weights = make_engine(config, steps, task), steps.decode_weights(params)
+        iteration, params = load_actor(found, model, steps, config.model.param_dtype, display)
+        weights = steps.decode_weights(params)
+        engine = make_engine(config, steps, prompt_width=task.prompt_width, end_ids=task.end_ids, pad_id=task.pad_id)
         engine.compile(params, weights, lambda done, total: display.stage("compiling", done, total))
         _, result = evaluate(
             config,
@@ -158,7 +204,7 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
             samples=config.eval.samples,
             progress=lambda done, total: display.stage("evaluation", done, total),
         )
-    file = (trained if is_run else workdir) / "eval" / f"{iteration:06d}-full.json"
+    file = (found.workdir or workdir) / "eval" / f"{iteration:06d}-full.json"
     metrics.replace_file(file, json.dumps({"iteration": iteration, "checkpoint": checkpoint_path, **result}, indent=2) + "\n")
     rows = [(f"{rule} accuracy", f"{x:.4f} +- {result['standard_error'][rule]:.4f}") for rule, x in result["accuracy"].items()]
     if "samples" in result:
@@ -174,7 +220,7 @@ def main(argv: list[str]) -> int:
         argv,
         lambda config, values: run(config, values.checkpoint, values.workdir),
         module="jax_ppo.evaluate",
-        strings={"checkpoint": "workdir of a run, or a Hugging Face directory"},
+        strings={"checkpoint": "workdir of a run, its checkpoints/N for a certain one, or a Hugging Face directory"},
     )
 
 

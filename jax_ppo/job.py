@@ -33,7 +33,7 @@ class Job:
     """A run, ready to load weights.
 
     source:   Hugging Face directory the actor comes from; WORKDIR/model when the run is continued.
-    critic_source: directory of the critic's backbone, or None for the actor's.
+    critic_source: directory of the critic's backbone, or None for the actor's; WORKDIR/critic when the run is continued.
     shape:    (N, L) of a micro-batch.
     resuming: whether WORKDIR has checkpoints.
     """
@@ -80,10 +80,9 @@ def prepare(config: Config, workdir: Path) -> Job:
     actor = hf.load_config(source)
     if not resuming:
         hf.check_params(source, actor)
-    critic_source, critic = None, actor
-    if config.critic.path:
-        critic_source = hub.model_directory(config.critic.path, key="critic.path")
-        critic = hf.load_config(critic_source)
+    critic_source = _critic_source(config, workdir, resuming)
+    critic = hf.load_config(critic_source) if critic_source else actor
+    if critic_source and not resuming:
         hf.check_params(critic_source, critic, head="score")
         if critic.vocab_size != actor.vocab_size:
             raise InputError(
@@ -98,8 +97,13 @@ def prepare(config: Config, workdir: Path) -> Job:
 
 
 def write_start(job: Job, params: Params) -> None:
-    """Writes WORKDIR/config.json and WORKDIR/model: with weights after a warm start and where a reference is needed, else only what describes it."""
-    shutil.rmtree(job.start, ignore_errors=True)
+    """Writes what a run needs to continue, and its checkpoints to be exported, without the directories it came from.
+
+    That is WORKDIR/config.json; WORKDIR/model, with weights after a warm start and where a reference is needed, else only what
+    describes it; and WORKDIR/critic, the description of a critic that has a backbone of its own.
+    """
+    for old in (job.start, job.workdir / "critic"):
+        shutil.rmtree(old, ignore_errors=True)
     # Before the first checkpoint: a run that dies right behind it must know what it was.
     metrics.replace_file(job.workdir / "config.json", json.dumps(to_dict(job.config), indent=2) + "\n")
     if job.config.warmstart.steps:
@@ -107,7 +111,10 @@ def write_start(job: Job, params: Params) -> None:
     elif job.needs_reference:
         hf.save_params(params, job.actor, job.start, dtype=hf.stored_dtype(job.source), source=job.source)
     else:
-        hf.copy_description(job.source, job.start)
+        hf.write_description(job.actor, job.start, dtype=hf.stored_dtype(job.source), source=job.source)
+    if job.critic_source:
+        dtype = hf.stored_dtype(job.critic_source)
+        hf.write_description(job.critic, job.workdir / "critic", dtype=dtype, critic=True, source=job.critic_source)
 
 
 def _resuming(config: Config, workdir: Path) -> bool:
@@ -117,7 +124,12 @@ def _resuming(config: Config, workdir: Path) -> bool:
         return False
     if config.train.resume == "never":
         raise InputError(f"config.train.resume='never': {workdir} has checkpoints; choose another --workdir, or resume='auto'")
-    then, now = json.loads((workdir / "config.json").read_text(encoding="utf-8")), to_dict(config)
+    try:
+        then, now = json.loads((workdir / "config.json").read_text(encoding="utf-8")), to_dict(config)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{workdir}: has checkpoints but no config.json that can be read ({error}): not a run to continue; choose another --workdir"
+        ) from None
     different = [
         f"{section}.{key}: {then.get(section, {}).get(key)!r} then, {value!r} now"
         for section, keys in now.items()
@@ -129,9 +141,15 @@ def _resuming(config: Config, workdir: Path) -> bool:
     return True
 
 
+def _critic_source(config: Config, workdir: Path, resuming: bool) -> Path | None:
+    if resuming:
+        return workdir / "critic" if (workdir / "critic").is_dir() else None
+    return hub.model_directory(config.critic.path, flag="config.critic.path") if config.critic.path else None
+
+
 def _source(config: Config, workdir: Path) -> Path:
     if config.model.path != "builtin":
-        return hub.model_directory(config.model.path, key="model.path")
+        return hub.model_directory(config.model.path, flag="config.model.path")
     return _builtin(workdir / "builtin", config.train.seed)
 
 

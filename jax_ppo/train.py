@@ -20,7 +20,7 @@ from jax_ppo.models import hf
 from jax_ppo.ppo.advantages import adapt_kl_coef
 from jax_ppo.runtime import checkpoint, forecast, metrics, report
 from jax_ppo.runtime.display import Display, start_table
-from jax_ppo.steps import Steps
+from jax_ppo.steps import Network, Steps
 from jax_ppo.types import Params, Prompts, Rollout, TrainState
 
 
@@ -61,7 +61,8 @@ class Trainer:
         config = job.config
         self.job, self.config, self.task, self.display = job, config, job.task, display
         self.steps = Steps(config, job.actor, job.critic, job.mesh)
-        self.engine = make_engine(config, self.steps, job.task)
+        task = job.task
+        self.engine = make_engine(config, self.steps, prompt_width=task.prompt_width, end_ids=task.end_ids, pad_id=task.pad_id)
         self.saved = checkpoint.Checkpoints(
             job.workdir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
         )
@@ -150,13 +151,17 @@ class Trainer:
     def _begin(self) -> tuple[TrainState, TrainState]:
         """Both networks from their directories, the actor after its warm start."""
         job, dtype = self.job, self.config.model.param_dtype
-        params = hf.load_params(job.source, job.actor, dtype=dtype, shardings=self.steps.actor.shardings)
+        params = self._load("actor", job.source, self.steps.actor, dtype)
         if self.config.warmstart.steps:
             params = self._warm_start(params)
         write_start(job, params)
         source = job.critic_source or (job.start if self.config.warmstart.steps else job.source)
-        critic = hf.load_params(source, job.critic, dtype=dtype, shardings=self.steps.critic.shardings, head="score")
+        critic = self._load("critic", source, self.steps.critic, dtype, head="score")
         return self.steps.actor.start(params), self.steps.critic.start(critic)
+
+    def _load(self, name: str, source: Path, network: Network, dtype: str, *, head: str = "lm_head") -> Params:
+        bar = self.display.bar(f"loading {name}", hf.tensor_count(network.model, head=head))
+        return hf.load_params(source, network.model, dtype=dtype, shardings=network.shardings, head=head, progress=bar)
 
     def _warm_start(self, params: Params) -> Params:
         bar = self.display.bar("warm start", self.config.warmstart.steps)
@@ -184,8 +189,7 @@ class Trainer:
         """The policy of the start, in the dtype it is stored in, so that its log-probabilities are those of the actor then."""
         if not self.job.needs_reference:
             return None
-        dtype = hf.stored_dtype(self.job.start)
-        return hf.load_params(self.job.start, self.job.actor, dtype=dtype, shardings=self.steps.actor.shardings)
+        return self._load("reference", self.job.start, self.steps.actor, hf.stored_dtype(self.job.start))
 
     def _evaluate(self, i: int) -> dict[str, Any]:
         params = self.learner.actor.params

@@ -38,7 +38,7 @@ LAYERS = (
 
 # All that a pure module may import from outside: nothing here opens a file or a connection, reads a clock or writes a log.
 PURE_IMPORTS = frozenset(
-    "abc chex collections dataclasses difflib enum flax fractions functools itertools jax math ml_collections ml_dtypes numbers"
+    "abc chex collections contextlib dataclasses difflib enum flax fractions functools itertools jax math ml_collections ml_dtypes numbers"
     " numpy operator optax re string types typing unicodedata".split()
 )
 IMPURE_CALLS = frozenset({"open", "print", "input", "__import__", "breakpoint"})

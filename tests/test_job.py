@@ -5,9 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny
+from safetensors.numpy import load_file
 
 from jax_ppo import config as configs
 from jax_ppo import job
+from jax_ppo.models import hf
 from jax_ppo.types import InputError
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -52,6 +55,45 @@ def test_one_file_has_no_held_out_split(tmp_path):
         job.prepare(config(data={"path": str(file)}), tmp_path / "run")
     prepared = job.prepare(config(data={"path": str(file), "eval_path": str(file)}), tmp_path / "run")
     assert len(prepared.task.train) == len(prepared.task.test) == 1
+
+
+@pytest.mark.parametrize(("text", "said"), [(None, "No such file"), ("{", "Expecting property name")])
+def test_checkpoints_without_their_configuration(tmp_path, text, said):
+    """An imported model, for instance."""
+    (tmp_path / "checkpoints" / "0" / "actor").mkdir(parents=True)
+    if text:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=rf"has checkpoints but no config\.json that can be read \(.*{said}") as refusal:
+        job.prepare(config(), tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_critic_of_its_own_is_described_for_continuing(tmp_path):
+    """Its shape is read from the workdir once there are checkpoints, even where its directory is gone."""
+    shape = dataclasses.replace(hf.load_config(GOLDENS / "qwen2_untied"), vocab_size=384)
+    source, workdir = tmp_path / "critic", tmp_path / "run"
+    hf.save_params(tiny.redrawn(0, shape, "score"), shape, source, dtype="bfloat16")
+    settings = config(critic={"path": str(source)}, ppo={"kl_coef": 0.0})
+    first = job.prepare(settings, workdir)
+    assert (first.critic_source, first.critic) == (source, shape)
+    job.write_start(first, {})
+    assert sorted(p.name for p in (workdir / "critic").iterdir()) == ["config.json"]
+    assert hf.described_dtype(workdir / "critic") == "bfloat16"
+    source.rename(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"config\.critic\.path=.*no such directory"):
+        job.prepare(settings, workdir)
+    (workdir / "checkpoints" / "3").mkdir(parents=True)
+    again = job.prepare(settings, workdir)
+    assert again.resuming
+    assert (again.critic_source, again.critic, again.actor) == (workdir / "critic", shape, first.actor)
+
+
+def test_a_new_start_forgets_the_critic_of_the_last_one(tmp_path):
+    (tmp_path / "critic").mkdir()
+    job.write_start(job.prepare(config(ppo={"kl_coef": 0.0}), tmp_path), {})
+    assert not (tmp_path / "critic").exists()
+    assert hf.load_config(tmp_path / "model") == hf.load_config(tmp_path / "builtin")
+    assert len(load_file(tmp_path / "builtin" / "model.safetensors")) == hf.tensor_count(hf.load_config(tmp_path / "model"))
 
 
 def test_a_job_reads_everything_but_weights(tmp_path):

@@ -15,7 +15,6 @@ Compare programs only within one sitting, in turns, by the ratio of their median
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +46,8 @@ SMALL = QwenConfig(
     rope_theta=1e6,
     rms_norm_eps=1e-6,
     tie_word_embeddings=False,
+    attention_bias=True,
+    qk_norm=False,
 )
 
 
@@ -244,4 +245,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

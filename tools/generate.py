@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -22,10 +22,20 @@ from rich.console import Console
 from jax_ppo import sharding
 from jax_ppo.config import Config, RolloutConfig
 from jax_ppo.data import prompts
-from jax_ppo.evaluate import open_model, tokens_engine
+from jax_ppo.evaluate import find_model, load_actor, make_engine
+from jax_ppo.models import hf
 from jax_ppo.runtime import cli
 from jax_ppo.runtime.display import Display
+from jax_ppo.steps import Steps
 from jax_ppo.types import InputError, Problem, Prompts
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line like those of everything else here."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what is wrong."""
+        raise InputError(f"{message}; --help says more")
 
 
 class Writer:
@@ -85,6 +95,12 @@ def read_questions(file: Path) -> list[str]:
     return questions
 
 
+def instruction(workdir: Path | None) -> str:
+    """What a run put behind every question; nothing for a model without a run."""
+    file = workdir / "config.json" if workdir else None
+    return json.loads(file.read_text(encoding="utf-8"))["data"]["instruction"] if file and file.is_file() else ""
+
+
 def generate(arguments: argparse.Namespace) -> None:
     """Loads the model and writes its responses.
 
@@ -93,24 +109,29 @@ def generate(arguments: argparse.Namespace) -> None:
     """
     questions = [arguments.prompt] if arguments.prompt is not None else read_questions(arguments.prompts_file)
     questions = [q for q in questions for _ in range(arguments.n)]
-    rollout = RolloutConfig(batch=len(questions), max_response_tokens=arguments.max_tokens, segment=8 if len(questions) == 1 else 64)
-    config = Config(rollout=rollout)
-    mesh = sharding.make_mesh(1, -1, 1)
+    rollout = RolloutConfig(
+        batch=len(questions), max_response_tokens=arguments.max_tokens, segment=8 if len(questions) == 1 else 64
+    )
+    config, found, mesh = Config(rollout=rollout), find_model(arguments.checkpoint), sharding.make_mesh(1, -1, 1)
+    model, tokenizer = hf.load_config(found.directory), prompts.load_tokenizer(found.directory)
+    ends, problems = prompts.end_ids(found.directory, tokenizer), [Problem(q, "") for q in questions]
+    if arguments.raw:
+        tokens = [np.array(tokenizer.encode(q), np.int32) for q in questions]
+    else:
+        asked = instruction(found.workdir) if arguments.instruction is None else arguments.instruction
+        _, tokens, _ = prompts.encode(problems, tokenizer, instruction=asked, max_prompt_tokens=sys.maxsize, overlong="error")
+    if not all(map(len, tokens)):
+        raise InputError(f"prompt {next(i for i, t in enumerate(tokens, start=1) if not len(t))} has no token")
     with jax.set_mesh(mesh), Display(0, console=Console(stderr=True, highlight=False)) as display:
-        model = open_model(config, arguments.checkpoint, mesh, display)
-        display.say(f"{arguments.checkpoint}, iteration {model.iteration}; ends at {' or '.join(map(str, model.end_ids))}")
-        problems = [Problem(q, "") for q in questions]
-        if arguments.raw:
-            tokens = [np.array(model.tokenizer.encode(q), np.int32) for q in questions]
-        else:
-            _, tokens, _ = prompts.encode(
-                problems, model.tokenizer, instruction=model.instruction, max_prompt_tokens=10**9, overlong="error"
-            )
-        engine = tokens_engine(config, model, max(map(len, tokens)))
-        writer = Writer(model.tokenizer, questions)
+        steps = Steps(config, model, model, mesh)
+        iteration, params = load_actor(found, model, steps, hf.described_dtype(found.directory), display)
+        display.say(f"{arguments.checkpoint}, iteration {iteration}; a response ends at {' or '.join(map(str, ends))}")
+        longest, pad = max(map(len, tokens)), prompts.pad_id(tokenizer, ends)
+        engine = make_engine(config, steps, prompt_width=longest, end_ids=ends, pad_id=pad)
+        writer = Writer(tokenizer, questions)
         engine.generate(
-            model.params,
-            model.weights,
+            params,
+            steps.decode_weights(params),
             Prompts(problems, tokens, np.arange(len(tokens))),
             jax.random.key(arguments.seed),
             temperature=arguments.temperature,
@@ -127,19 +148,32 @@ def within(kind: type, low: float, high: float = float("inf")) -> Any:
     """A type for argparse: a number from low to high."""
 
     def number(text: str) -> Any:
-        value = kind(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
         if not low <= value <= high:
-            raise ValueError
+            words = f"from {low} to {high}" if high < float("inf") else f"of at least {low}"
+            raise argparse.ArgumentTypeError(f"must be {'a whole' if kind is int else 'a'} number {words}, not {text!r}")
         return value
 
-    number.__name__ = f"{kind.__name__} of at least {low}" if high == float("inf") else f"{kind.__name__} from {low} to {high}"
     return number
+
+
+def checked(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, once they fit together."""
+    arguments = parser.parse_args(argv)
+    if arguments.min_tokens > arguments.max_tokens:
+        raise InputError(f"--min-tokens={arguments.min_tokens}: must be at most --max-tokens={arguments.max_tokens}")
+    return arguments
 
 
 def main(argv: Sequence[str]) -> int:
     """Parses the command line and generates; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", required=True, help="workdir of a run, one of its checkpoints, or a Hugging Face directory")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--checkpoint", required=True, help="workdir of a run, one of its checkpoints, or a Hugging Face directory"
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="one prompt")
     what.add_argument("--prompts-file", type=Path, help="many")
@@ -150,9 +184,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--top-k", type=within(int, 0), default=0, help="0 is off")
     parser.add_argument("--top-p", type=within(float, 0, 1), default=1.0, help="1 is off")
     parser.add_argument("--seed", type=within(int, 0, 2**31 - 1), default=0)
+    parser.add_argument("--instruction", help="behind every prompt; that of the run unless given")
     parser.add_argument("--raw", action="store_true", help="no instruction, no chat template")
-    return cli.run_tool(parser, argv, generate)
+    return cli.exit_code(lambda: generate(checked(parser, argv)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main(sys.argv[1:]))

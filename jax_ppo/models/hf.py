@@ -6,6 +6,8 @@ weight is read, so a damaged directory costs seconds. config.json is the busines
 
 import shutil
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,13 @@ def load_config(directory: str | Path) -> QwenConfig:
 
 
 def load_params(
-    directory: str | Path, config: QwenConfig, *, dtype: Any, shardings: Params | None = None, head: str = "lm_head"
+    directory: str | Path,
+    config: QwenConfig,
+    *,
+    dtype: Any,
+    shardings: Params | None = None,
+    head: str = "lm_head",
+    progress: Callable[[int], Any] = lambda tensors: None,
 ) -> Params:
     """Reads weights, each tensor straight to where it will live.
 
@@ -82,6 +90,7 @@ def load_params(
       shardings: `NamedSharding` per parameter, as the tree of parameters; default one device. Only the slices that this
                  process's devices hold are read.
       head:      "lm_head" for an actor. "score" for a critic: `score.weight` where the file has one, else zeros.
+      progress:  called with the number of tensors that have just been read; `tensor_count` of them in all.
 
     Returns:
       The tree that `jax_ppo.models.qwen` describes.
@@ -95,21 +104,15 @@ def load_params(
 
         def leaf(path, shape, sharding):
             name, transposed = _row(path)
-            if fresh_head and name == "score.weight":
-                zeros = jnp.zeros(shape.shape, dtype)
-                return zeros if sharding is None else jax.device_put(zeros, sharding)
-            if sharding is None:
-                return jnp.asarray(_read(files, name, transposed, shape.shape, (slice(None),) * len(shape.shape), dtype))
-            parts: dict[tuple[Any, ...], np.ndarray] = {}
 
             def read(index):
-                # Asked once for every device; devices that hold the same slice share one reading.
-                key = tuple((s.start, s.stop) for s in index)
-                if key not in parts:
-                    parts[key] = _read(files, name, transposed, shape.shape, index, dtype)
-                return parts[key]
+                if fresh_head and name == "score.weight":
+                    return np.zeros(shape.shape, jnp.dtype(dtype))[index]
+                return _read(files, name, transposed, shape.shape, index, dtype)
 
-            return jax.make_array_from_callback(shape.shape, sharding, read)
+            array = _placed(shape.shape, sharding, read)
+            progress(shape.shape[0] if "{}" in name else 1)
+            return array
 
         if shardings is None:
             return jax.tree_util.tree_map_with_path(lambda p, s: leaf(p, s, None), shapes)
@@ -117,11 +120,15 @@ def load_params(
 
 
 def save_params(
-    params: Params, config: QwenConfig, directory: str | Path, *, dtype: Any, source: str | Path | None = None
+    params: Params,
+    config: QwenConfig,
+    directory: str | Path,
+    *,
+    dtype: Any,
+    source: str | Path | None = None,
+    progress: Callable[[int], Any] = lambda tensors: None,
 ) -> None:
     """Writes a Hugging Face directory that transformers loads, old versions and new.
-
-    Everything is written beside the target and renamed at the end.
 
     Args:
       params:    parameters of an actor or a critic.
@@ -129,47 +136,97 @@ def save_params(
       directory: the target; must not exist, or be empty.
       dtype:     of the tensors in the file, "float32" or "bfloat16".
       source:    a Hugging Face directory whose config.json, tokenizer, chat template and generation config are carried over.
+      progress:  called with the number of tensors that are about to be written; `tensor_count` of them in all.
 
     Raises:
-      InputError: if the target is a file, or has something in it.
+      InputError: see `new_directory`.
+    """
+    with new_directory(directory) as beside:
+        write_description(config, beside, dtype=dtype, critic="score" in params, source=source)
+        tensor_files.write(_tensors(params), jnp.dtype(dtype), beside, progress)
+
+
+def check_new(directory: str | Path) -> Path:
+    """The absolute path of a target to write to.
+
+    Raises:
+      InputError: if it is a file, or has something in it.
     """
     directory = Path(directory).absolute()
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory}: is a file; nothing is overwritten, give a directory")
     if directory.exists() and any(directory.iterdir()):
         raise InputError(f"{directory}: is not empty; nothing is overwritten, give another directory")
+    return directory
+
+
+@contextmanager
+def new_directory(directory: str | Path) -> Iterator[Path]:
+    """A directory beside the target to write into; it takes the place of the target when the block ends without an error.
+
+    Raises:
+      InputError: see `check_new`; or if the directory cannot be made.
+    """
+    directory = check_new(directory)
     beside = directory.with_name(directory.name + ".partial")
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    if source:
-        copy_description(source, beside)
-    hf_config.write(
-        beside / "config.json",
-        config,
-        dtype=jnp.dtype(dtype).name,
-        critic="score" in params,
-        source=Path(source) / "config.json" if source else None,
-    )
-    tensor_files.write(_tensors(params), jnp.dtype(dtype), beside)
+    try:
+        beside.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"{beside}: cannot be made ({error.strerror})") from None
+    yield beside
     if directory.exists():
         directory.rmdir()
     beside.rename(directory)
 
 
-def copy_description(source: str | Path, directory: str | Path) -> None:
-    """Copies config.json, tokenizer, chat template and generation config, without the weights."""
+def write_description(
+    config: QwenConfig, directory: str | Path, *, dtype: Any, critic: bool = False, source: str | Path | None = None
+) -> None:
+    """Writes what stands beside the weights: config.json, tokenizer, chat template and generation config.
+
+    Args:
+      config:    the model.
+      directory: where to; made if it is missing.
+      dtype:     of the weights.
+      critic:    whether the head is a scalar.
+      source:    a Hugging Face directory to copy from; without one there is a config.json only.
+    """
     Path(directory).mkdir(parents=True, exist_ok=True)
-    for pattern in ("config.json", *SIDE_FILES):
-        for file in Path(source).glob(pattern):
+    for pattern in SIDE_FILES if source else ():
+        for file in Path(source or "").glob(pattern):
             if file.is_file():
                 # The content without the mode: what is read-only at the source is rewritten here.
                 shutil.copyfile(file, Path(directory) / file.name)
+    hf_config.write(
+        Path(directory) / "config.json",
+        config,
+        dtype=jnp.dtype(dtype).name,
+        critic=critic,
+        source=Path(source) / "config.json" if source else None,
+    )
 
 
 def stored_dtype(directory: str | Path) -> str:
-    """The dtype in which a directory stores its embedding, "float32" or "bfloat16" (float16 and float64 widen to float32)."""
+    """The dtype that holds every tensor of a directory: "bfloat16" where all are, else "float32" (to which float64 is rounded)."""
     with TensorFiles(directory) as files:
-        return "bfloat16" if files.slice("model.embed_tokens.weight").get_dtype() == "BF16" else "float32"
+        return "bfloat16" if all(files.slice(name).get_dtype() == "BF16" for name in files.where) else "float32"
+
+
+def described_dtype(directory: str | Path) -> str:
+    """The dtype that config.json states: "bfloat16", or else "float32"."""
+    return hf_config.read_dtype(Path(directory) / "config.json")
+
+
+def stored_head(directory: str | Path) -> str:
+    """What the weights of a directory are for: "score" where it has `score.weight`, else "lm_head"."""
+    with TensorFiles(directory) as files:
+        return "score" if "score.weight" in files.where else "lm_head"
+
+
+def tensor_count(config: QwenConfig, *, head: str = "lm_head") -> int:
+    """How many tensors the files of a model have."""
+    return len(_hf_shapes(_shapes(config, head)))
 
 
 def check_params(directory: str | Path, config: QwenConfig, *, head: str = "lm_head") -> None:
@@ -241,6 +298,22 @@ def _check_tensors(files: TensorFiles, shapes: Params, config: QwenConfig, fresh
         warnings.warn(
             f"{files.directory}: ignored {extra[0]} ({len(extra)} of this kind), which follows from config.json", stacklevel=3
         )
+
+
+def _placed(shape: tuple[int, ...], sharding: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+    """One parameter on its devices. Each distinct part is read once, and is gone from the host before the next one is read."""
+    if sharding is None:
+        return jnp.asarray(read((slice(None),) * len(shape)))
+    holders: dict[tuple[Any, ...], list[Any]] = {}
+    places = sharding.addressable_devices_indices_map(shape)
+    for device, index in places.items():
+        holders.setdefault(tuple((s.start, s.stop) for s in index), []).append(device)
+    arrays: list[jax.Array] = []
+    for devices in holders.values():
+        part = read(places[devices[0]])
+        arrays += jax.block_until_ready([jax.device_put(part, device) for device in devices])
+        del part  # or it would be there until the next one has been read
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _read(

@@ -25,12 +25,7 @@ def read(path: Path) -> QwenConfig:
     Raises:
       InputError: naming the key, if one is missing or out of range, or the model is not a dense Qwen2, Qwen2.5 or Qwen3.
     """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: must be a JSON object, not a {type(raw).__name__}")
+    raw = _object(path)
     _refuse_unsupported(raw, path)
     qwen3 = raw["model_type"] == "qwen3"
     heads, kv_heads = (_number(raw, key, path) for key in ("num_attention_heads", "num_key_value_heads"))
@@ -56,6 +51,12 @@ def read(path: Path) -> QwenConfig:
         qk_norm=qwen3,
         yarn=yarn,
     )
+
+
+def read_dtype(path: Path) -> str:
+    """The dtype that a config.json states, under its new name or its old one: "bfloat16", or else "float32"."""
+    raw = _object(path)
+    return "bfloat16" if (raw.get("dtype") or raw.get("torch_dtype")) == "bfloat16" else "float32"
 
 
 def write(path: Path, config: QwenConfig, *, dtype: str, critic: bool, source: Path | None) -> None:
@@ -95,6 +96,16 @@ def write(path: Path, config: QwenConfig, *, dtype: str, critic: bool, source: P
         "dtype": dtype,
     }
     path.write_text(json.dumps(described, indent=2) + "\n")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: must be a JSON object, not a {type(raw).__name__}")
+    return raw
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], path: Path) -> None:

@@ -113,13 +113,16 @@ class TensorFiles:
         return where
 
 
-def write(tensors: Mapping[str, Tensor], dtype: np.dtype, directory: Path) -> None:
+def write(
+    tensors: Mapping[str, Tensor], dtype: np.dtype, directory: Path, progress: Callable[[int], Any] = lambda tensors: None
+) -> None:
     """Writes one `model.safetensors`, or shards of at most SHARD_BYTES and their index.
 
     Args:
       tensors:   by name.
       dtype:     of every tensor in the file.
       directory: where the files go.
+      progress:  called with 1 for every tensor that is fetched.
     """
     shards: list[list[str]] = [[]]
     room = SHARD_BYTES
@@ -133,8 +136,11 @@ def write(tensors: Mapping[str, Tensor], dtype: np.dtype, directory: Path) -> No
     count = len(shards)
     files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     for file, names in zip(files, shards, strict=True):
-        # C order, because the writer dumps memory as it lies and a transposed view would come back as another matrix.
-        arrays = {name: np.ascontiguousarray(np.asarray(tensors[name].fetch()).astype(dtype)) for name in names}
+        arrays = {}
+        for name in names:
+            # C order, because the writer dumps memory as it lies and a transposed view would come back as another matrix.
+            arrays[name] = np.ascontiguousarray(np.asarray(tensors[name].fetch()).astype(dtype))
+            progress(1)
         save_file(arrays, directory / file, metadata={"format": "pt"})
     if count > 1:
         index = {

@@ -137,12 +137,45 @@ class Checkpoints:
             return None
 
 
-def restore_params(workdir: Path, params: Params) -> tuple[int, Params, list[str]]:
-    """The actor's parameters of the newest checkpoint that is whole; nothing else is read, and nothing is changed on disk.
+def locate(path: Path) -> tuple[Path, int | None]:
+    """What a path to a checkpoint stands for.
+
+    Args:
+      path: WORKDIR, or WORKDIR/checkpoints/N for a certain checkpoint.
+
+    Returns:
+      (workdir, iteration), absolute; the iteration is None for the newest checkpoint.
+    """
+    path = path.expanduser().absolute()
+    # A run may be called "7", and lie in the folder "checkpoints" that runs go to by default.
+    if path.parent.name == FOLDER and path.name.isdigit() and not (path / FOLDER).is_dir():
+        return path.parents[1], int(path.name)
+    return path, None
+
+
+def save_params(workdir: Path, params: Params, item: str) -> None:
+    """Writes a checkpoint 0 that holds parameters and nothing else, for `restore_params`.
+
+    Args:
+      workdir: must not have checkpoints.
+      params:  of one network.
+      item:    "actor" or "critic".
+    """
+    _quiet()
+    ocp.PyTreeCheckpointer().save((workdir / FOLDER / "0" / item).absolute(), {"params": params})
+
+
+def restore_params(
+    workdir: Path, params: Params, *, item: str = "actor", iteration: int | None = None, cast: bool = True
+) -> tuple[int, Params, list[str]]:
+    """The parameters of one network of the newest checkpoint that is whole; nothing else is read, and nothing is changed on disk.
 
     Args:
       workdir: of a run, which may be going on.
       params:  tree of `jax.ShapeDtypeStruct` with shardings.
+      item:    "actor" or "critic".
+      iteration: reads this checkpoint and no other.
+      cast:    to the dtypes of `params`; otherwise each array keeps the dtype it was saved in.
 
     Returns:
       (iteration, params, skipped): `skipped` says which newer checkpoints are broken, and why.
@@ -153,16 +186,36 @@ def restore_params(workdir: Path, params: Params) -> tuple[int, Params, list[str
     _quiet()
     folder = (workdir / FOLDER).absolute()
     skipped: list[str] = []
-    item = {"params": params}
-    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
-    steps = [int(p.name) for p in folder.glob("*") if p.name.isdigit()]
-    for step in sorted(steps, reverse=True):
-        args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+    checkpointer = ocp.PyTreeCheckpointer()
+    steps = sorted((int(p.name) for p in folder.glob("*") if p.name.isdigit()), reverse=True)
+    if iteration is not None and iteration not in steps:
+        raise InputError(f"{folder}: no checkpoint {iteration}; there are {', '.join(map(str, steps[::-1])) or 'none'}")
+    for step in steps if iteration is None else [iteration]:
+        path = folder / str(step) / item
         try:
-            return step, ocp.PyTreeCheckpointer().restore(folder / str(step) / "actor", args=args)["params"], skipped
+            stored = _matching(params, checkpointer.metadata(path).item_metadata.tree["params"])
+            wanted = {"params": params if cast else stored}
+            restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+            args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
+            return step, checkpointer.restore(path, args=args)["params"], skipped
         except Exception as error:  # a broken file can fail in any layer below
-            skipped.append(f"checkpoint {step} is broken: {_line(error)}")
+            there = [name for name in ("actor", "critic") if (folder / str(step) / name).is_dir()]
+            why = _line(error) if item in there or not there else f"it has no {item}, only a {there[0]}"
+            skipped.append(f"checkpoint {step} is broken: {why}")
     raise InputError(f"{folder}: no checkpoint can be read: {'; '.join(skipped)}" if skipped else f"{folder}: no checkpoint yet")
+
+
+def _matching(params: Params, stored: Any) -> Params:
+    """`params` in the dtypes that are stored. Orbax would drop what is not asked for, and not name what has another shape."""
+    named = lambda tree: {  # noqa: E731
+        jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    asked, found = named(params), named(stored)
+    for name in sorted(asked.keys() | found.keys()):
+        there, wanted = (tuple(x[name].shape) if name in x else "none" for x in (found, asked))
+        if there != wanted:
+            raise InputError(f"parameter {name}: {there} in the checkpoint, {wanted} in the model")
+    return jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, s.dtype, sharding=p.sharding), params, stored)
 
 
 def abstract(state: Any, shardings: Any) -> Any:

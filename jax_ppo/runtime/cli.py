@@ -44,13 +44,18 @@ def main(
       0; 2 after one line about a wrong input; 1 after one line about a failure while running; 130 after Ctrl-C. Anything
       unforeseen is raised.
     """
-    warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
-    sys.unraisablehook = _unraisable
     if {"-h", "--help", "--helpfull", "--helpshort"} & set(argv[1:]):
         sys.stdout.write(help_page(module, strings or {}))
         return 0
+    return exit_code(lambda: job(*parse(argv, module=module, strings=strings or {})))
+
+
+def exit_code(work: Callable[[], Any]) -> int:
+    """Does the work; warnings and errors become a line each, as `main` describes."""
+    warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
+    sys.unraisablehook = _unraisable
     try:
-        job(*parse(argv, module=module, strings=strings or {}))
+        work()
     except InputError as error:
         _say(f"error: {error}")
         return 2

@@ -2,6 +2,7 @@
 
 import json
 import os
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
+from jax_ppo import sharding
 from jax_ppo.data import arithmetic
 from jax_ppo.models import hf, qwen
 from jax_ppo.types import InputError
@@ -174,7 +176,7 @@ def test_one_float32_norm_in_a_bfloat16_file(narrow):
     np.testing.assert_array_equal(params["model"]["norm"]["weight"], precise)
     params, _ = load(narrow.path, dtype="bfloat16")
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
-    assert hf.stored_dtype(narrow.path) == "bfloat16"
+    assert hf.stored_dtype(narrow.path) == "float32", "bfloat16 would round the norm"
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
@@ -226,7 +228,7 @@ def test_the_tokenizer_of_an_export_is_the_same(directory, tmp_path):
 
 def test_description_without_weights(described, tmp_path):
     """Enough for the configuration; asking it for weights says what is missing."""
-    hf.copy_description(described.path, tmp_path / "new" / "description")
+    hf.write_description(load(described.path)[1], tmp_path / "new" / "description", dtype="float32", source=described.path)
     assert hf.load_config(tmp_path / "new" / "description") == hf.load_config(described.path)
     assert "no weights" in refusal(tmp_path / "new" / "description")
 
@@ -240,6 +242,34 @@ def test_metadata_of_the_file(golden, tmp_path):
     assert {file.name for file in (tmp_path / "export").iterdir()} == {"config.json", "model.safetensors"}
 
 
+def test_a_description_says_what_was_loaded(directory, tmp_path):
+    """A head that contradicts its config.json stays a head, though nothing but the description is there to say so."""
+    model = directory("qwen2_tied")
+    model.configure(torch_dtype="float16", dtype="float16")
+    model.change(lm_head__weight=2 * model.tensors[EMBEDDING])
+    with pytest.warns(UserWarning, match="keeping the separate head"):
+        config = hf.load_config(model.path)
+    hf.write_description(config, tmp_path / "description", dtype=hf.stored_dtype(model.path), source=model.path)
+    assert hf.load_config(tmp_path / "description") == config
+    assert hf.described_dtype(tmp_path / "description") == "float32"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float16"}, "float32"),
+        ({"dtype": "float32"}, "float32"),
+        ({}, "float32"),
+    ],
+)
+def test_the_dtype_that_a_description_states(directory, gone, keys, expected):
+    model = directory("qwen2_tied")
+    model.configure(**{"dtype": gone, "torch_dtype": gone} | keys)
+    assert hf.described_dtype(model.path) == expected
+
+
 def test_nothing_is_overwritten(golden, tmp_path):
     params, config = load(golden("qwen2_tied"))
     (tmp_path / "full").mkdir()
@@ -249,6 +279,8 @@ def test_nothing_is_overwritten(golden, tmp_path):
         with pytest.raises(InputError, match=words):
             hf.save_params(params, config, tmp_path / target, dtype="float32")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "full"]
+    with pytest.raises(InputError, match=r"export\.partial: cannot be made \(Not a directory\)"):
+        hf.save_params(params, config, tmp_path / "file" / "export", dtype="float32")
     (tmp_path / "empty").mkdir()
     hf.save_params(params, config, tmp_path / "empty", dtype="float32")
     assert (tmp_path / "empty" / "model.safetensors").exists()
@@ -269,6 +301,50 @@ def test_a_failed_export_leaves_no_directory(golden, tmp_path, monkeypatch):
     (tmp_path / "export.partial" / "model-00001-of-00002.safetensors").write_text("half")
     hf.save_params(params, config, tmp_path / "export", dtype="float32")
     assert {file.name for file in tmp_path.rglob("*")} == {"export", "config.json", "model.safetensors"}
+
+
+# --- Streaming ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)])
+def test_one_shard_at_a_time_is_on_the_host(golden, monkeypatch, sizes):
+    """When a part is read, every part before it is gone. The devices get copies here, as those with memory of their own do."""
+    config, mesh = hf.load_config(golden("qwen2_untied")), sharding.make_mesh(*sizes)
+    shapes = jax.eval_shape(lambda: qwen.init(jax.random.key(0), config))
+    places = sharding.parameter_specs(shapes, mesh)
+    plain = hf.load_params(golden("qwen2_untied"), config, dtype="float32")
+    read, put, alive, sizes_read = hf._read, jax.device_put, [], []
+
+    def reading(*args):
+        assert not [part for part in alive if part() is not None]
+        part = read(*args)
+        alive.append(weakref.ref(part))
+        sizes_read.append(part.size)
+        return part
+
+    monkeypatch.setattr(hf, "_read", reading)
+    monkeypatch.setattr(jax, "device_put", lambda part, device: put(np.array(part), device))
+    params = hf.load_params(golden("qwen2_untied"), config, dtype="float32", shardings=places)
+    leaves = jax.tree.leaves(params)
+    assert len(sizes_read) > 2 * len(leaves)
+    assert max(sizes_read) == max(x.addressable_shards[0].data.size for x in leaves)
+    jax.tree.map(np.testing.assert_array_equal, params, plain)
+
+
+@pytest.mark.parametrize(("name", "head", "count"), [("qwen2_tied", "lm_head", 26), ("qwen3", "score", 25)])
+@pytest.mark.parametrize("places", [False, True])
+def test_progress_counts_the_tensors_of_the_file(golden, tmp_path, name, head, count, places):
+    config = hf.load_config(golden(name))
+    shapes = jax.eval_shape(lambda: qwen.init(jax.random.key(0), config, head=head))
+    where = sharding.parameter_specs(shapes, sharding.make_mesh(2, 2, 2)) if places else None
+    assert hf.tensor_count(config, head=head) == count
+    steps: list[int] = []
+    params = hf.load_params(golden(name), config, dtype="float32", shardings=where, head=head, progress=steps.append)
+    assert sum(steps) == count
+    steps.clear()
+    hf.save_params(params, config, tmp_path / "export", dtype="float32", progress=steps.append)
+    assert steps == [1] * count
+    assert len(load_file(tmp_path / "export" / "model.safetensors")) == count
 
 
 # --- What is refused ------------------------------------------------------------------------------------------------------

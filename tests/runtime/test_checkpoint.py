@@ -238,6 +238,74 @@ def test_parameters_of_no_checkpoint(tmp_path):
         restore_params(tmp_path, placed(state(0)).params)
 
 
+@pytest.mark.parametrize("item", ["actor", "critic"])
+@pytest.mark.parametrize("iteration", [None, 10, 20])
+def test_parameters_of_a_certain_network_and_checkpoint(tmp_path, item, iteration):
+    saved(tmp_path, [0.1, 0.2], keep_last=2).close()
+    found, params, _ = restore_params(tmp_path, placed(state(0)).params, item=item, iteration=iteration)
+    assert found == (iteration or 20)
+    assert_equal(params, state(found + (item == "critic")).params)
+
+
+def test_a_certain_checkpoint_has_no_substitute(tmp_path):
+    broken(tmp_path)
+    with pytest.raises(InputError, match=r"no checkpoint can be read: checkpoint 50 is broken: [^;]*$"):
+        restore_params(tmp_path, placed(state(0)).params, iteration=50)
+    with pytest.raises(InputError, match=r"no checkpoint 7; there are 10, 20, 30, 40, 50$"):
+        restore_params(tmp_path, placed(state(0)).params, iteration=7)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_parameters_keep_the_dtype_they_were_saved_in(tmp_path, dtype):
+    made = opened(tmp_path)
+    made.save(1, state(1, dtype), state(2), {}, None)
+    made.close()
+    for asked in (jnp.float32, jnp.bfloat16):
+        assert_equal(restore_params(tmp_path, placed(state(0, asked)).params, cast=False)[1], state(1, dtype).params)
+        params = restore_params(tmp_path, placed(state(0, asked)).params)[1]
+        assert_equal(params, jax.tree.map(lambda x, asked=asked: x.astype(asked), state(1, dtype).params))
+
+
+@pytest.mark.parametrize(("item", "other"), [("actor", "critic"), ("critic", "actor")])
+def test_parameters_without_a_run(tmp_path, item, other):
+    checkpoint.save_params(tmp_path, state(1).params, item)
+    iteration, params, skipped = restore_params(tmp_path, placed(state(0)).params, item=item)
+    assert (iteration, skipped) == (0, [])
+    assert_equal(params, state(1).params)
+    with pytest.raises(InputError, match=f"checkpoint 0 is broken: it has no {other}, only a {item}"):
+        restore_params(tmp_path, placed(state(0)).params, item=other)
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_parameters_of_another_model(tmp_path, cast):
+    """Neither cut, padded, left out nor made up."""
+    saved(tmp_path, [0.1]).close()
+    params = placed(state(0)).params
+    leaf = params["b"]["kernel"]
+    wide = jax.ShapeDtypeStruct((24, 8), leaf.dtype, sharding=leaf.sharding)
+    for other, said in (
+        (params | {"a": {"kernel": wide}}, "parameter a/kernel: (16, 8) in the checkpoint, (24, 8) in the model"),
+        ({"a": params["a"]}, "parameter b/kernel: (8,) in the checkpoint, none in the model"),
+        (params | {"c": leaf}, "parameter c: none in the checkpoint, (8,) in the model"),
+    ):
+        with pytest.raises(InputError) as caught:
+            restore_params(tmp_path, other, cast=cast)
+        assert str(caught.value).endswith(f"no checkpoint can be read: checkpoint 10 is broken: {said}")
+
+
+def test_where_a_path_leads(tmp_path, monkeypatch):
+    run, home = tmp_path / "checkpoints" / "7", tmp_path / "home"
+    (run / "checkpoints" / "12").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(home))
+    assert checkpoint.locate(run) == (run, None), "a run whose name is a number"
+    assert checkpoint.locate(run / "checkpoints" / "12") == (run, 12)
+    assert checkpoint.locate(Path("checkpoints/7/checkpoints/000012")) == (run, 12)
+    assert checkpoint.locate(run / "checkpoints") == (run / "checkpoints", None)
+    assert checkpoint.locate(Path("~/x")) == (home / "x", None)
+    assert checkpoint.locate(tmp_path / "12") == (tmp_path / "12", None)
+
+
 def test_nothing_is_printed(tmp_path, capfd):
     broken(tmp_path)
     made = opened(tmp_path, keep_last=5)

@@ -29,7 +29,7 @@ NAME, REVISION = "owner/tiny-model", "0123456789" * 4
 
 def refusal(path: str) -> str:
     with pytest.raises(InputError) as caught:
-        hub.model_directory(path, key="model.path")
+        hub.model_directory(path, flag="config.model.path")
     message = str(caught.value)
     assert message.startswith(f"config.model.path={path!r}: ")
     assert "\n" not in message
@@ -66,7 +66,7 @@ def test_what_looks_like_a_path_stays_here(path: str, tmp_path: Path, monkeypatc
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path / "here")
     if path == ".":
-        assert hub.model_directory(path, key="model.path") == Path(".")
+        assert hub.model_directory(path, flag="config.model.path") == Path(".")
     else:
         assert "no such directory, and not a hub id" in refusal(path)
 
@@ -79,7 +79,7 @@ def test_what_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "owner" / "model").mkdir(parents=True)
     (tmp_path / "owner" / "model.safetensors").touch()
     for path in ("owner/model", "~/owner/model", str(tmp_path / "owner" / "model")):
-        assert hub.model_directory(path, key="model.path").samefile(tmp_path / "owner" / "model")
+        assert hub.model_directory(path, flag="config.model.path").samefile(tmp_path / "owner" / "model")
     assert "is a file; give the directory it lies in" in refusal("owner/model.safetensors")
 
 
@@ -114,7 +114,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_cached_snapshot_is_enough(cache: Path) -> None:
     snapshot = fill_cache(cache, [GOLDEN / "config.json", GOLDEN / "model.safetensors"])
-    directory = hub.model_directory(NAME, key="model.path")
+    directory = hub.model_directory(NAME, flag="config.model.path")
     assert directory == snapshot
     hf.check_params(directory, hf.load_config(directory))
 
@@ -122,7 +122,7 @@ def test_a_cached_snapshot_is_enough(cache: Path) -> None:
 @pytest.mark.parametrize("key", ["model.path", "critic.path"])
 def test_offline_without_a_cache(cache: Path, key: str) -> None:
     with pytest.raises(InputError) as caught:
-        hub.model_directory(NAME, key=key)
+        hub.model_directory(NAME, flag=f"config.{key}")
     message = str(caught.value)
     assert message.startswith(
         f"config.{key}='{NAME}': not in the local cache and the hub cannot be reached (OfflineModeIsEnabled: "
@@ -211,7 +211,7 @@ def online(tmp_path: Path) -> Iterator:
             server = f"http://127.0.0.1:{server.server_address[1]}"
         program = (
             "from jax_ppo.runtime import hub; from jax_ppo.types import InputError\n"
-            f"try: print(hub.model_directory({NAME!r}, key='model.path'))\n"
+            f"try: print(hub.model_directory({NAME!r}, flag='config.model.path'))\n"
             "except InputError as error: print(error)"
         )
         home = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": server, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
