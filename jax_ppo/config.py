@@ -85,6 +85,9 @@ class CriticConfig:
     """The critic. Its scalar head starts at zero."""
 
     path: str = key("", "directory or hub id of a backbone of its own; empty takes the actor's")
+    trunk: str = key(
+        "own", "own trains a whole network; actor trains a head alone, on the actor's hidden states", one_of("own", "actor")
+    )
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,16 @@ class RewardConfig:
 class PPOConfig:
     """The algorithm; the mathematics stands in `jax_ppo.ppo`."""
 
+    estimator: str = key(
+        "gae",
+        "advantages from a critic, or without one: a response beside the others to its prompt, or its returns to go",
+        one_of("gae", "rloo", "grpo", "reinforce"),
+    )
     gamma: float = key(1.0, "discount a token", FRACTION)
     lam_actor: float = key(0.95, "lambda of the policy's advantages", FRACTION)
     lam_critic: float = key(1.0, "lambda of the critic's targets", FRACTION)
+    lam_length: float = key(0.0, "alpha of lambda = 1 - 1 / (alpha x length) in place of lam_actor; 0 is off", UNSIGNED)
+    clip_advantage: float = key(0.0, "largest magnitude of an advantage; 0 is off", UNSIGNED)
     clip_low: float = key(0.2, "the ratio is clipped from below at 1 - clip_low", INSIDE)
     clip_high: float = key(0.2, "the ratio is clipped from above at 1 + clip_high", ABOVE_ZERO)
     dual_clip: float = key(0.0, "bound of the ratio for negative advantages; 0 is off", DUAL)
@@ -249,6 +259,11 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the advantages need values."""
+        return self.ppo.estimator == "gae"
 
     @property
     def sequences(self) -> int:
@@ -410,6 +425,16 @@ def _check_together(config: Config) -> None:
     need(ppo.micro_tokens >= config.max_sequence_tokens, "ppo.micro_tokens", room)
     limit = f"be at most rollout.max_response_tokens = {rollout.max_response_tokens}"
     need(config.reward.overlong_buffer <= rollout.max_response_tokens, "reward.overlong_buffer", limit)
+    beside = ppo.estimator not in ("rloo", "grpo") or rollout.n > 1
+    need(beside, "ppo.estimator", "be gae or reinforce where rollout.n is 1: there is no other response to compare with")
+    if not config.has_critic:
+        words = f"where ppo.estimator is {ppo.estimator!r}, which has no critic"
+        need(ppo.truncated != "bootstrap", "ppo.truncated", f"be terminal or mask {words}")
+        for name in ("critic.path", "critic.trunk", "ppo.critic_warmup", "ppo.clip_value", "ppo.lam_length"):
+            section, _, last = name.partition(".")
+            default = keys()[name].default
+            need(getattr(getattr(config, section), last) == default, name, f"be {default!r} {words}")
+    need(config.critic.trunk == "own" or not config.critic.path, "critic.path", "be empty where critic.trunk is 'actor'")
     need(ppo.kl_coef > 0 or ppo.kl_target == 0, "ppo.kl_target", "be 0 where ppo.kl_coef is 0, which it would scale")
     for network, trained in (("actor", iterations - ppo.critic_warmup), ("critic", iterations)):
         optim, updates = getattr(config, f"{network}_optim"), trained * config.updates_per_iteration

@@ -188,7 +188,7 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
     found = find_model(checkpoint_path)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     model, task = hf.load_config(found.directory), tasks.load(config, found.directory)
-    steps = Steps(config, model, model, mesh)
+    steps = Steps(config, model, None, mesh)
     with jax.set_mesh(mesh), Display(0) as display:
         iteration, params = load_actor(found, model, steps, config.model.param_dtype, display)
         weights = steps.decode_weights(params)

@@ -34,6 +34,7 @@ class Job:
 
     source:   Hugging Face directory the actor comes from; WORKDIR/model when the run is continued.
     critic_source: directory of the critic's backbone, or None for the actor's; WORKDIR/critic when the run is continued.
+    critic:   None where no critic is trained.
     shape:    (N, L) of a micro-batch.
     resuming: whether WORKDIR has checkpoints.
     """
@@ -44,7 +45,7 @@ class Job:
     source: Path
     critic_source: Path | None
     actor: QwenConfig
-    critic: QwenConfig
+    critic: QwenConfig | None
     task: Task
     scorer: Scorer
     shape: tuple[int, int]
@@ -81,8 +82,8 @@ def prepare(config: Config, workdir: Path) -> Job:
     if not resuming:
         hf.check_params(source, actor)
     critic_source = _critic_source(config, workdir, resuming)
-    critic = hf.load_config(critic_source) if critic_source else actor
-    if critic_source and not resuming:
+    critic = hf.load_config(critic_source) if critic_source else actor if config.has_critic else None
+    if critic_source and critic and not resuming:
         hf.check_params(critic_source, critic, head="score")
         if critic.vocab_size != actor.vocab_size:
             raise InputError(
@@ -112,7 +113,7 @@ def write_start(job: Job, params: Params) -> None:
         hf.save_params(params, job.actor, job.start, dtype=hf.stored_dtype(job.source), source=job.source)
     else:
         hf.write_description(job.actor, job.start, dtype=hf.stored_dtype(job.source), source=job.source)
-    if job.critic_source:
+    if job.critic_source and job.critic:
         dtype = hf.stored_dtype(job.critic_source)
         hf.write_description(job.critic, job.workdir / "critic", dtype=dtype, critic=True, source=job.critic_source)
 
@@ -130,11 +131,14 @@ def _resuming(config: Config, workdir: Path) -> bool:
         raise InputError(
             f"{workdir}: has checkpoints but no config.json that can be read ({error}): not a run to continue; choose another --workdir"
         ) from None
+    # A key that did not exist then had the effect of its default.
+    default = to_dict(Config())
+    then = {section: {**keys, **then.get(section, {})} for section, keys in default.items()}
     different = [
-        f"{section}.{key}: {then.get(section, {}).get(key)!r} then, {value!r} now"
+        f"{section}.{key}: {then[section][key]!r} then, {value!r} now"
         for section, keys in now.items()
         for key, value in keys.items()
-        if then.get(section, {}).get(key) != value and not f"{section}.{key}".startswith(tuple(CHANGEABLE))
+        if then[section][key] != value and not f"{section}.{key}".startswith(tuple(CHANGEABLE))
     ]
     if different:
         raise InputError(f"{workdir} was made by another configuration ({'; '.join(different)}); choose another --workdir")

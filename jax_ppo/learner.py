@@ -42,7 +42,7 @@ def row_shape(config: Config, prompt_width: int, shards: int) -> tuple[int, int]
 class Learner:
     """Both networks, and PPO on them.
 
-    actor, critic: train states; replaced by every update.
+    actor, critic: train states; replaced by every update. No critic where the advantages need none.
     reference:     parameters of the reference policy, or None where no KL is asked for.
     """
 
@@ -52,7 +52,7 @@ class Learner:
         steps: Steps,
         shape: tuple[int, int],
         actor: TrainState,
-        critic: TrainState,
+        critic: TrainState | None,
         reference: Params | None,
     ):
         """Args: the run, its jitted functions, (N, L) of a micro-batch, and the networks."""
@@ -91,11 +91,12 @@ class Learner:
                 for batch in batches:
                     reference, unused = self.steps.score_policy(self.reference, batch, reference, unused)
             jax.block_until_ready(reference)
-        with clock("values"):
-            values, after = zeros(*shape), zeros(shape[0])
-            for batch in batches:
-                values, after = self.steps.score_values(self.critic.params, batch, values, after)
-            jax.block_until_ready(values)
+        values, after = zeros(*shape), zeros(shape[0])
+        if self.critic:
+            with clock("values"):
+                for batch in batches:
+                    values, after = self.steps.score_values(self.critic.params, batch, values, after, *self._body())
+                jax.block_until_ready(values)
         with clock("adv"):
             mask = rollout.mask
             counted = mask & rollout.finished[:, None] if self.config.ppo.truncated == "mask" else mask
@@ -167,11 +168,12 @@ class Learner:
             metrics |= _summary(parts)
             first = parts[0]
             metrics["training/first_ratio_dev_max"] = max(abs(first["actor/ratio/min"] - 1), abs(first["actor/ratio/max"] - 1))
-        with clock("update_critic"):
-            self.critic, parts = epochs("critic", self.critic, lambda chosen: (jnp.float32(rollout.lengths[chosen].sum()),))
-        metrics |= _summary(parts)
+        if self.critic:
+            with clock("update_critic"):
+                self.critic, parts = epochs("critic", self.critic, lambda chosen: (jnp.float32(rollout.lengths[chosen].sum()),))
+            metrics |= _summary(parts)
         for name, state in (("actor", self.actor), ("critic", self.critic)):
-            if int(state.skipped) >= self.config.train.max_skipped:
+            if state and int(state.skipped) >= self.config.train.max_skipped:
                 raise RunError(f"iteration {iteration}: {int(state.skipped)} gradients of the {name} in a row were not finite")
         return metrics
 
@@ -180,6 +182,10 @@ class Learner:
         rows, length = self.shape
         for batch in packing.layout(prompts.tokens, rollout.tokens, rollout.lengths, chosen, rows=rows, row_length=length):
             yield jax.device_put(batch, self._rows)
+
+    def _body(self) -> tuple[Params, ...]:
+        """What a critic without a body of its own stands on."""
+        return (self.actor.params,) if self.config.critic.trunk == "actor" else ()
 
     def _minibatches(self, count: int, iteration: int) -> Iterator[np.ndarray]:
         """The sequences of each update, shuffled afresh in each epoch."""
@@ -199,13 +205,13 @@ class Learner:
         progress: Callable[[str, int, int], Any],
     ) -> tuple[TrainState, list[dict[str, float]]]:
         """One network over all minibatches. Returns its state and the metrics of each update."""
-        steps = self.steps
-        network, accumulate = {"actor": (steps.actor, steps.update_actor), "critic": (steps.critic, steps.update_critic)}[name]
+        network, accumulate = getattr(self.steps, name), getattr(self.steps, f"update_{name}")
+        body = self._body() if name == "critic" else ()
         updates = []
         for done, chosen in enumerate(minibatches, start=1):
             grads, parts, totals = network.zeros(state.params), [], counts(chosen)
             for batch in packed(chosen):
-                grads, part = accumulate(state.params, grads, batch, experience, *totals)
+                grads, part = accumulate(state.params, grads, batch, *body, experience, *totals)
                 parts.append(part)
             state, applied = network.apply(state, grads)
             jax.block_until_ready(applied)  # so that the progress is true, and for the reason given in `warm_start`

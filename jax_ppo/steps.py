@@ -31,7 +31,17 @@ class Network:
     `apply` uses the sum; any number of micro-batches runs the same two programs.
     """
 
-    def __init__(self, config: Config, model: QwenConfig, mesh: Mesh, optim: OptimConfig, head: str, total_updates: int):
+    def __init__(
+        self,
+        config: Config,
+        model: QwenConfig,
+        mesh: Mesh,
+        optim: OptimConfig,
+        head: str,
+        total_updates: int,
+        *,
+        alone: bool = False,
+    ):
         """Builds the functions; nothing is compiled before it is called.
 
         Args:
@@ -41,6 +51,7 @@ class Network:
           optim:         its optimizer.
           head:          "lm_head" or "score".
           total_updates: length of the learning-rate schedule.
+          alone:         only the head is trained; the hidden states are another network's.
 
         Raises:
           InputError: if the mesh does not divide a parameter, or the heads.
@@ -52,7 +63,10 @@ class Network:
         self.model, self.mesh = model, mesh
         self.dtype = compute_dtype(config.model.compute_dtype)
         self.method, self.remat = config.model.attention, config.model.remat
+        self.alone = alone
         self.shapes = jax.eval_shape(lambda: qwen.init(jax.random.key(0), model, head=head))
+        if alone:
+            self.shapes = {head: self.shapes[head]}
         self.shardings = sharding.parameter_specs(self.shapes, mesh)
         self.rate = optimizer.schedule(optim.lr, warmup=optim.warmup, kind=optim.schedule, total=total_updates)
         self.transform = optimizer.optimizer(
@@ -94,10 +108,18 @@ class Network:
         return jax.eval_shape(partial(optimizer.start, transform=self.transform), self.typed_shapes(dtype))
 
     def accumulator(self, objective: Any) -> Any:
-        """Jits (params, grads, batch, *rest) -> (grads + gradient, metrics of this micro-batch); grads are donated."""
+        """Jits (params, grads, batch, *rest) -> (grads + gradient, metrics of this micro-batch); grads are donated.
+
+        Where the head is alone, the first of the rest are the parameters of the network that it stands on.
+        """
 
         def accumulate(params, grads, batch, *rest):
-            gradient, metrics = jax.grad(objective, has_aux=True)(params, self.forward, batch, *rest)
+            body, rest = (rest[0], rest[1:]) if self.alone else (None, rest)
+
+            def forward(params, batch):
+                return self.forward(body or params, batch)
+
+            gradient, metrics = jax.grad(objective, has_aux=True)(params, forward, batch, *rest)
             return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, gradient), metrics
 
         return jax.jit(accumulate, out_shardings=(self.shardings, sharding.replicated(self.mesh)), donate_argnums=1)
@@ -117,22 +139,26 @@ class Network:
 class Steps:
     """The jitted functions of a run.
 
-    actor, critic:  the two networks in training.
+    actor, critic:  the two networks in training; no critic where the advantages need none.
     decode_weights: actor params -> weights of the token loop.
     rollout:        what `jax_ppo.rollout.engine` runs.
     score_policy:   (params, batch, logprobs, entropy) -> the two [B, R] arrays with this micro-batch's tokens filled in.
-    score_values:   (params, batch, values, after) -> the same for values [B, R], and [B] behind the last token.
+    score_values:   (params, batch, values, after) -> the same for values [B, R], and [B] behind the last token; behind them,
+                    the actor's parameters where the critic stands on them.
     experience:     see `jax_ppo.ppo.update.make_experience`.
     update_actor, update_critic: accumulate a micro-batch.
     """
 
-    def __init__(self, config: Config, actor: QwenConfig, critic: QwenConfig, mesh: Mesh):
+    def __init__(self, config: Config, actor: QwenConfig, critic: QwenConfig | None, mesh: Mesh):
         """Builds the functions for a configuration, the shapes of both networks, and a mesh."""
         self.mesh = mesh
         critic_updates, warmup = config.total_updates, min(config.ppo.critic_warmup, config.train.iterations)
         actor_updates = critic_updates - warmup * config.updates_per_iteration
         self.actor = Network(config, actor, mesh, config.actor_optim, "lm_head", actor_updates)
-        self.critic = Network(config, critic, mesh, config.critic_optim, "score", critic_updates)
+        alone = config.critic.trunk == "actor"
+        self.critic: Network | None = None
+        if critic:
+            self.critic = Network(config, critic, mesh, config.critic_optim, "score", critic_updates, alone=alone)
         self._rollout(config, actor)
         self._scoring(config)
         self._updates(config)
@@ -171,16 +197,21 @@ class Steps:
             new, ent = update.policy_scores(self.actor.forward, params, batch, temperature=config.rollout.temperature)
             return update.scatter(logprobs, new, batch.source), update.scatter(entropy, ent, batch.source)
 
-        def score_values(params, batch, values, after):
-            new = qwen.values(params, self.critic.forward(params, batch))
+        def score_values(params, batch, values, after, body=None):
+            assert self.critic
+            new = qwen.values(params, self.critic.forward(body or params, batch))
             return update.scatter(values, new, batch.source), update.scatter(after, new, batch.last)
 
         ppo = config.ppo
         experience = partial(
             update.make_experience,
+            estimator=ppo.estimator,
+            samples=config.rollout.n,
             gamma=ppo.gamma,
             lam_actor=ppo.lam_actor,
             lam_critic=ppo.lam_critic,
+            lam_length=ppo.lam_length,
+            clip_advantage=ppo.clip_advantage,
             kl_kind=ppo.kl_kind,
             bootstrap_truncated=ppo.truncated == "bootstrap",
         )
@@ -201,7 +232,8 @@ class Steps:
             kl_kind=ppo.kl_kind,
         )
         self.update_actor = self.actor.accumulator(actor_objective)
-        self.update_critic = self.critic.accumulator(partial(update.critic_objective, clip=ppo.clip_value or None))
+        if self.critic:
+            self.update_critic = self.critic.accumulator(partial(update.critic_objective, clip=ppo.clip_value or None))
 
 
 def decode_shardings(shapes: Params, model: QwenConfig, mesh: Mesh) -> Params:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo import sharding, warmstart
@@ -148,16 +149,21 @@ class Trainer:
             progress=lambda done, total: self.display.stage("rollout", done, total),
         )
 
-    def _begin(self) -> tuple[TrainState, TrainState]:
-        """Both networks from their directories, the actor after its warm start."""
+    def _begin(self) -> tuple[TrainState, TrainState | None]:
+        """The networks from their directories, the actor after its warm start."""
         job, dtype = self.job, self.config.model.param_dtype
         params = self._load("actor", job.source, self.steps.actor, dtype)
         if self.config.warmstart.steps:
             params = self._warm_start(params)
         write_start(job, params)
+        actor, network = self.steps.actor.start(params), self.steps.critic
+        if network is None:
+            return actor, None
+        if network.alone:
+            zeros = lambda x, place: jax.device_put(jnp.zeros(x.shape, x.dtype), place)  # noqa: E731
+            return actor, network.start(jax.tree.map(zeros, network.typed_shapes(dtype), network.shardings))
         source = job.critic_source or (job.start if self.config.warmstart.steps else job.source)
-        critic = self._load("critic", source, self.steps.critic, dtype, head="score")
-        return self.steps.actor.start(params), self.steps.critic.start(critic)
+        return actor, network.start(self._load("critic", source, network, dtype, head="score"))
 
     def _load(self, name: str, source: Path, network: Network, dtype: str, *, head: str = "lm_head") -> Params:
         bar = self.display.bar(f"loading {name}", hf.tensor_count(network.model, head=head))
@@ -173,11 +179,10 @@ class Trainer:
         self.display.say(f"warm start: {self.config.warmstart.steps} updates, loss {loss:.3f}, {time.monotonic() - began:.0f} s")
         return params
 
-    def _restore(self) -> tuple[TrainState, TrainState]:
-        networks = (self.steps.actor, self.steps.critic)
+    def _restore(self) -> tuple[TrainState, TrainState | None]:
         dtype = self.config.model.param_dtype
-        wanted = [checkpoint.abstract(n.state_shapes(dtype), n.state_shardings) for n in networks]
-        self.done, actor, critic, rest, skipped = self.saved.restore(*wanted)
+        wanted: Any = lambda n: checkpoint.abstract(n.state_shapes(dtype), n.state_shardings) if n else None  # noqa: E731
+        self.done, actor, critic, rest, skipped = self.saved.restore(wanted(self.steps.actor), wanted(self.steps.critic))
         for line in skipped:
             self.display.say(f"{line}; going back to {self.done}", "bold red")
         self.saved.discard_after(self.done)

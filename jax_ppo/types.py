@@ -88,8 +88,8 @@ class Experience:
     mask:       1 on generated tokens up to and including the end token.
     policy:     the weight of each token in the policy loss (the mask, cut and scaled by the aggregation).
     old_logprobs, ref_logprobs: log-probabilities under the sampling policy and under the reference.
-    values:     critic values before the update.
-    advantages: whitened over the whole batch.
+    values:     critic values before the update; 0 without a critic.
+    advantages: as the policy learns from them.
     returns:    targets of the critic, from advantages before whitening.
     """
 

@@ -76,6 +76,10 @@ EDGES = {
     "reward.format_score": ([-1.0, 0.0, 0.1], []),
     "reward.missing_end_penalty": ([0.0, 0.5], [-0.5]),
     "reward.overlong_buffer": ([0, 512], [-1]),
+    "critic.trunk": (["own", "actor"], ["both"]),
+    "ppo.estimator": (["gae", "reinforce"], ["ppo"]),
+    "ppo.lam_length": ([0.0, 0.05], [-0.05]),
+    "ppo.clip_advantage": ([0.0, 5.0], [-5.0]),
     "ppo.gamma": ([0.0, 1.0], [-0.1, 1.1]),
     "ppo.lam_actor": ([0.0, 1.0], [-0.1, 1.1]),
     "ppo.lam_critic": ([0.0, 1.0], [-0.1, 1.1]),
@@ -165,10 +169,10 @@ def test_a_whole_number_is_a_number_and_becomes_one():
     ("raw", "line"),
     [
         ({"ppo": {"gama": 0.9}}, "config.ppo.gama: no such key; did you mean gamma?"),
-        ({"ppo": {"zzz": 0.9}}, "config.ppo.zzz: no such key; ppo has gamma, lam_actor, "),
+        ({"ppo": {"zzz": 0.9}}, "config.ppo.zzz: no such key; ppo has estimator, gamma, lam_actor, "),
         ({"pp": {"gamma": 0.9}}, "config.pp: no such key; did you mean ppo?"),
         ({"lr": 1e-6}, "config.lr: no such key; did you mean actor_optim.lr or critic_optim.lr or warmstart.lr?"),
-        ({"ppo": 3}, "config.ppo=3: is a section; set its keys one by one: ppo.gamma, "),
+        ({"ppo": 3}, "config.ppo=3: is a section; set its keys one by one: ppo.estimator, ppo.gamma, "),
     ],
 )
 def test_what_is_no_key(raw, line):
@@ -197,6 +201,22 @@ def test_what_is_no_key(raw, line):
             "config.ppo.kl_target=0.1: must be 0 where ppo.kl_coef is 0, which it would scale",
         ),
         (
+            {"ppo.estimator": "rloo"},
+            "config.ppo.estimator=rloo: must be gae or reinforce where rollout.n is 1: there is no other response to compare with",
+        ),
+        (
+            {"ppo.estimator": "reinforce", "ppo.truncated": "bootstrap"},
+            "config.ppo.truncated=bootstrap: must be terminal or mask where ppo.estimator is 'reinforce', which has no critic",
+        ),
+        (
+            {"ppo.estimator": "reinforce", "ppo.critic_warmup": 3},
+            "config.ppo.critic_warmup=3: must be 0 where ppo.estimator is 'reinforce', which has no critic",
+        ),
+        (
+            {"critic.trunk": "actor", "critic.path": "elsewhere"},
+            "config.critic.path=elsewhere: must be empty where critic.trunk is 'actor'",
+        ),
+        (
             {"critic_optim.schedule": "cosine", "critic_optim.warmup": 800, "ppo.epochs": 2},
             "config.critic_optim.warmup=800: must be below the updates of the critic, iterations x epochs x minibatches"
             " = 100 x 2 x 4 = 800",
@@ -220,6 +240,8 @@ def test_keys_that_do_not_fit_together(changes, line):
         {"ppo.micro_tokens": 1024},
         {"reward.overlong_buffer": 512},
         {"ppo.kl_target": 0.1},
+        {"ppo.estimator": "reinforce"},
+        {"ppo.estimator": "grpo", "rollout.n": 2},
         {"critic_optim.schedule": "cosine", "critic_optim.warmup": 399},
         {"actor_optim.warmup": 5000},  # a constant schedule has no end that the rise could miss
         {"actor_optim.schedule": "linear", "ppo.critic_warmup": 200},  # the actor is not trained at all

@@ -317,6 +317,43 @@ def masked_advantages(data: Data, experience: Experience, counted: np.ndarray) -
     return np.where(counted, (advantages - advantages[counted].mean()) / advantages[counted].std(), 0)
 
 
+def test_a_head_on_the_actor_learns_from_its_hidden_states(one: Place, data: Data) -> None:
+    """Its values are those of a loop over the actor's hidden states, its gradient stops at the head, and the actor never notices."""
+    config, head = changed(critic={"trunk": "actor"}), CRITIC["score"]
+    with jax.set_mesh(one.mesh):
+        steps = Steps(config, MODEL, MODEL, one.mesh)
+    with one.learner(config, steps, critic={"score": head}) as learner, one.learner() as usual:
+        experience, _ = learner.experience(data.prompts, data.rollout, data.scores, 0.0)
+        for b in (0, 5):
+            p, n = len(data.prompts.tokens[b]), data.rollout.lengths[b]
+            sequence = np.zeros((1, 2 * LIMIT), np.int32)
+            sequence[0, :p], sequence[0, p : p + n] = data.prompts.tokens[b], data.rollout.tokens[b, :n]
+            _, expected = one_sequence(ACTOR, {**ACTOR, "score": head}, sequence)
+            np.testing.assert_allclose(experience.values[b, :n], expected[p - 1 : p - 1 + n], atol=2e-5)
+        assert jax.tree.structure(learner.critic.params) == jax.tree.structure({"score": head})
+        moved = copied(learner.critic)
+        same, _ = usual.experience(data.prompts, data.rollout, data.scores, 0.0)
+        for each in (learner, usual):
+            each.update(data.prompts, data.rollout, same, 1)
+        assert not any(equal(moved, learner.critic.params))
+        assert all(equal(learner.actor.params, usual.actor.params))
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "rloo", "grpo"])
+def test_without_a_critic_only_the_actor_learns(estimator: str, one: Place, data: Data) -> None:
+    config = changed(ppo={"estimator": estimator, "clip_value": 0.0}, rollout={"batch": B // 2, "n": 2})
+    with jax.set_mesh(one.mesh):
+        steps = Steps(config, MODEL, None, one.mesh)
+        actor = steps.actor.start(jax.device_put(jax.tree.map(jnp.array, ACTOR), steps.actor.shardings))
+        learner = Learner(config, steps, one.shape, actor, None, None)
+        before = copied(learner.actor)
+        _, metrics = iterate(learner, data)
+    assert learner.critic is None
+    assert not any(equal(before, learner.actor.params))
+    assert not [name for name in metrics if name.startswith(("critic/v", "critic/grad_norm", "critic/lr"))]
+    assert metrics["training/first_ratio_dev_max"] <= 1e-5
+
+
 def test_truncated_responses_end_continue_or_do_not_count(one: Place, data: Data) -> None:
     """With gamma = lambda = 1 the return of every token is what comes after it: the score, and behind a cut the value there."""
     options = {"kl_coef": 0.0, "lam_actor": 1.0}

@@ -147,6 +147,39 @@ def test_one_device_or_eight(straight, tmp_path):
     assert samples(tmp_path) == samples(straight)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpo", "trunk"])
+def test_a_run_without_a_critic_or_with_a_head_alone_continues(kind, tmp_path):
+    def cfg(iterations):
+        made = miniature(iterations=iterations)
+        if kind == "trunk":
+            return dataclasses.replace(made, critic=dataclasses.replace(made.critic, trunk="actor"))
+        return dataclasses.replace(
+            made,
+            ppo=dataclasses.replace(made.ppo, estimator="grpo"),
+            rollout=dataclasses.replace(made.rollout, batch=4, n=4),
+        )
+
+    train.run(cfg(3), tmp_path / "straight")
+    for iterations in (2, 3):
+        train.run(cfg(iterations), tmp_path / "stopped")
+    straight, stopped = (steady(tmp_path / name)[-1] for name in ("straight", "stopped"))
+    assert straight == stopped
+    assert ("critic/vf_loss" in straight) == (kind == "trunk")
+    assert all(metrics.is_documented(name) for name in straight if name != "iteration")
+    items = {p.name for p in (tmp_path / "stopped" / "checkpoints" / "3").iterdir()}
+    assert ("critic" in items) == (kind == "trunk")
+
+
+def test_a_key_that_is_new_had_its_default(straight, tmp_path):
+    """A run of an earlier version continues under a later one."""
+    old = json.loads((straight / "config.json").read_text())
+    del old["ppo"]["estimator"], old["critic"]
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert job._resuming(miniature(), tmp_path)
+
+
 def test_another_configuration_does_not_continue_a_run(straight):
     other = dataclasses.replace(miniature(), ppo=dataclasses.replace(miniature().ppo, gamma=0.5))
     with pytest.raises(InputError, match=r"ppo.gamma: 1.0 then, 0.5 now"):

@@ -163,7 +163,7 @@ def rollout(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         )
         mesh = sharding.make_mesh(1, -1, 1)
         with jax.set_mesh(mesh):
-            steps = Steps(config, work.model, work.model, mesh)
+            steps = Steps(config, work.model, None, mesh)
             machine = Machine(steps.actor.dtype)
             params = jax.device_put(work.params, steps.actor.shardings)
             size, shards = min(config.rollout.segment, work.limit), sharding.row_shards(mesh)

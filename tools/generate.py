@@ -123,7 +123,7 @@ def generate(arguments: argparse.Namespace) -> None:
     if not all(map(len, tokens)):
         raise InputError(f"prompt {next(i for i, t in enumerate(tokens, start=1) if not len(t))} has no token")
     with jax.set_mesh(mesh), Display(0, console=Console(stderr=True, highlight=False)) as display:
-        steps = Steps(config, model, model, mesh)
+        steps = Steps(config, model, None, mesh)
         iteration, params = load_actor(found, model, steps, hf.described_dtype(found.directory), display)
         display.say(f"{arguments.checkpoint}, iteration {iteration}; a response ends at {' or '.join(map(str, ends))}")
         longest, pad = max(map(len, tokens)), prompts.pad_id(tokenizer, ends)

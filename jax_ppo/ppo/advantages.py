@@ -68,7 +68,7 @@ def gae(
     mask: jax.Array,
     *,
     gamma: float,
-    lam: float,
+    lam: float | jax.Array,
     bootstrap: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Generalised advantage estimation (Schulman et al., arXiv 1506.02438), as a reverse scan over R.
@@ -81,7 +81,7 @@ def gae(
       rewards, values: [B, R] float32.
       mask:      [B, R] bool.
       gamma:     discount a token.
-      lam:       0 is one-step TD, 1 is Monte Carlo.
+      lam:       0 is one-step TD, 1 is Monte Carlo; a number, or [B] for each row its own.
       bootstrap: [B] float32, the value after the last token; default 0.
 
     Returns:
@@ -102,6 +102,50 @@ def gae(
 
     _, advantages = jax.lax.scan(backward, (last, jnp.zeros_like(last)), (rewards.T, values.T, real.T), reverse=True)
     return advantages.T, advantages.T + values
+
+
+def length_lambda(mask: jax.Array, alpha: float) -> jax.Array:
+    """lambda = 1 - 1 / (alpha l), l the length of the response, at least 0 (Yue et al., arXiv 2504.05118).
+
+    Args:
+      mask:  [B, R] bool.
+      alpha: above 0; the larger, the further an end reward reaches back.
+
+    Returns:
+      [B] float32, from 0 to 1; 0 for an empty row.
+    """
+    length = jnp.sum(mask != 0, axis=1)
+    return jnp.maximum(1.0 - 1.0 / (alpha * jnp.maximum(length, 1)), 0.0)
+
+
+def group_advantages(returns: jax.Array, samples: int, kind: str) -> jax.Array:
+    """What a response is worth beside the other responses to its prompt, without a critic.
+
+    rloo: return - mean of the others' (Ahmadian et al., arXiv 2402.14740).
+    grpo: (return - mean) / (std + 1e-6), the population's std (Shao et al., arXiv 2402.03300).
+
+    Args:
+      returns: [B] float32; the responses to one prompt stand in a row.
+      samples: responses a prompt, at least 2.
+      kind:    "rloo" or "grpo".
+
+    Returns:
+      [B] float32.
+
+    Raises:
+      ValueError: for another kind, or fewer than 2 samples.
+    """
+    if samples < 2:
+        raise ValueError(f"samples={samples}: must be at least 2, a response is compared with the others")
+    groups = jnp.asarray(returns, jnp.float32).reshape(-1, samples)
+    centred = groups - jnp.mean(groups, axis=1, keepdims=True)
+    kinds = {
+        "rloo": lambda: centred * samples / (samples - 1),
+        "grpo": lambda: centred / (jnp.std(groups, axis=1, keepdims=True) + 1e-6),
+    }
+    if kind not in kinds:
+        raise ValueError(f"kind {kind!r}: must be one of {', '.join(kinds)}")
+    return kinds[kind]().reshape(-1)
 
 
 def adapt_kl_coef(coef: float, kl: float, *, target: float, count: int, horizon: float = 10_000.0) -> float:

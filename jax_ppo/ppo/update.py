@@ -140,6 +140,46 @@ def supervised_objective(params: Params, forward: Forward, batch: PackedBatch, t
     return loss, {"warmstart/loss": loss}
 
 
+def estimate(
+    rewards: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    learns: jax.Array,
+    bootstrap: jax.Array | None,
+    *,
+    estimator: str,
+    samples: int,
+    gamma: float,
+    lam_actor: float | jax.Array,
+    lam_critic: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The advantages that the policy learns from, and the targets of the critic.
+
+    "gae" and "reinforce" are whitened over all tokens that learn; "rloo" and "grpo" give every token of a response the advantage
+    of its sum of token rewards beside those of the other responses to the prompt.
+
+    Args:
+      rewards, values: [B, R] float32; without a critic the values are 0.
+      mask:      [B, R], 1 on generated tokens.
+      learns:    [B, R] bool, tokens of the policy loss.
+      bootstrap: [B] float32, the value after the last token, or None.
+      samples:   responses a prompt, which stand in a row.
+      estimator, gamma, lam_actor, lam_critic: see `jax_ppo.config.PPOConfig`; `lam_actor` may be [B].
+
+    Returns:
+      Both [B, R] float32.
+    """
+    if estimator in ("rloo", "grpo"):
+        beside = adv.group_advantages(masked_sum(rewards, mask, axis=1), samples, estimator)
+        return jnp.where(mask != 0, beside[:, None], 0.0), values
+    if estimator == "reinforce":
+        lam_actor = lam_critic = 1.0  # with values of 0 the advantage is the return to go
+    advantages, returns = adv.gae(rewards, values, mask, gamma=gamma, lam=lam_actor, bootstrap=bootstrap)
+    if isinstance(lam_actor, jax.Array) or lam_actor != lam_critic:
+        _, returns = adv.gae(rewards, values, mask, gamma=gamma, lam=lam_critic, bootstrap=bootstrap)
+    return whiten(advantages, learns), returns
+
+
 def make_experience(
     scores: jax.Array,
     mask: jax.Array,
@@ -151,13 +191,17 @@ def make_experience(
     after: jax.Array,
     kl_coef: jax.Array,
     *,
+    estimator: str,
+    samples: int,
     gamma: float,
     lam_actor: float,
     lam_critic: float,
+    lam_length: float,
+    clip_advantage: float,
     kl_kind: str,
     bootstrap_truncated: bool,
 ) -> tuple[Experience, Metrics]:
-    """Token rewards, two scans of advantages, whitening over the whole batch.
+    """Token rewards, advantages and targets; see `estimate`.
 
     Args:
       scores:       [B] float32.
@@ -167,7 +211,9 @@ def make_experience(
       old_logprobs, ref_logprobs, values: [B, R] float32.
       after:        [B] float32, the critic's value behind the last token.
       kl_coef:      weight of the KL penalty.
-      gamma, lam_actor, lam_critic, kl_kind: see `jax_ppo.config.PPOConfig`.
+      samples:      responses a prompt, which stand in a row.
+      estimator, gamma, lam_actor, lam_critic, lam_length, clip_advantage, kl_kind: see `jax_ppo.config.PPOConfig`. Without a
+        critic the values are 0.
       bootstrap_truncated: truncated responses continue with `after` instead of 0.
 
     Returns:
@@ -176,21 +222,33 @@ def make_experience(
     kl = adv.kl_estimate(old_logprobs, ref_logprobs, kl_kind)
     rewards = adv.token_rewards(scores, kl, mask, kl_coef=kl_coef)
     bootstrap = jnp.where(finished, 0.0, after) if bootstrap_truncated else None
-    advantages, actor_returns = adv.gae(rewards, values, mask, gamma=gamma, lam=lam_actor, bootstrap=bootstrap)
-    returns = actor_returns
-    if lam_critic != lam_actor:
-        _, returns = adv.gae(rewards, values, mask, gamma=gamma, lam=lam_critic, bootstrap=bootstrap)
-    white = whiten(advantages, policy > 0)
-    experience = Experience(mask, policy, old_logprobs, ref_logprobs, values, white, returns)
+    learned, returns = estimate(
+        rewards,
+        values,
+        mask,
+        policy > 0,
+        bootstrap,
+        estimator=estimator,
+        samples=samples,
+        gamma=gamma,
+        lam_actor=adv.length_lambda(mask, lam_length) if lam_length else lam_actor,
+        lam_critic=lam_critic,
+    )
+    if clip_advantage:
+        learned = jnp.clip(learned, -clip_advantage, clip_advantage)
+    experience = Experience(mask, policy, old_logprobs, ref_logprobs, values, learned, returns)
     metrics = {
         "actor/reward_kl_penalty": jnp.mean(masked_mean(kl, mask, axis=1)),
         "actor/reward_kl_penalty_coeff": kl_coef,
-        "critic/vf_explained_var": adv.explained_variance(values, returns, mask),
     }
     sums = {"score": scores, "rewards": masked_sum(rewards, mask, axis=1)}
     for name, x in sums.items():
         metrics |= {f"critic/{name}/mean": x.mean(), f"critic/{name}/max": x.max(), f"critic/{name}/min": x.min()}
-    for name, x in {"advantages": advantages, "returns": returns, "values": values}.items():
+    tokens = {"advantages": learned}
+    if estimator == "gae":
+        metrics["critic/vf_explained_var"] = adv.explained_variance(values, returns, mask)
+        tokens |= {"returns": returns, "values": values}
+    for name, x in tokens.items():
         low, high = masked_range(x, mask)
         metrics |= {f"critic/{name}/mean": masked_mean(x, mask), f"critic/{name}/max": high, f"critic/{name}/min": low}
     return experience, metrics

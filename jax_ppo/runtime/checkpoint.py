@@ -41,12 +41,14 @@ class Checkpoints:
         best = [step for _, step in scored[len(scored) - min(self._keep_best, len(scored)) :]]
         return [step in best or step in steps[-self._keep_last :] for step in steps]
 
-    def save(self, iteration: int, actor: TrainState, critic: TrainState, rest: dict[str, Any], score: float | None) -> None:
+    def save(
+        self, iteration: int, actor: TrainState, critic: TrainState | None, rest: dict[str, Any], score: float | None
+    ) -> None:
         """Starts to save; returns once the arrays are copied to the host.
 
         Args:
           iteration: iterations done; names the checkpoint.
-          actor, critic: the train states.
+          actor, critic: the train states; no critic where none is trained.
           rest:      plain JSON values.
           score:     held-out accuracy, or None.
 
@@ -58,8 +60,7 @@ class Checkpoints:
             raise RunError(f"checkpoint {iteration}: {self._manager.directory} already holds {self.steps()}")
         self._scores[iteration] = score = score if score is not None and math.isfinite(score) else None
         args = ocp.args.Composite(
-            actor=ocp.args.StandardSave(actor),
-            critic=ocp.args.StandardSave(critic),
+            **{name: ocp.args.StandardSave(state) for name, state in _networks(actor, critic).items()},
             rest=ocp.args.JsonSave({"rest": rest, "score": score}),
         )
         try:
@@ -92,11 +93,13 @@ class Checkpoints:
         """The checkpoints, oldest first; one that is being saved counts."""
         return sorted(self._manager.all_steps())
 
-    def restore(self, actor: TrainState, critic: TrainState) -> tuple[int, TrainState, TrainState, dict[str, Any], list[str]]:
+    def restore(
+        self, actor: TrainState, critic: TrainState | None
+    ) -> tuple[int, TrainState, TrainState | None, dict[str, Any], list[str]]:
         """Reads the newest checkpoint that is whole.
 
         Args:
-          actor, critic: trees of `jax.ShapeDtypeStruct` with the shardings to restore onto.
+          actor, critic: trees of `jax.ShapeDtypeStruct` with the shardings to restore onto; no critic where none was trained.
 
         Returns:
           (iteration, actor, critic, rest, skipped): `skipped` says which newer checkpoints are broken, and why.
@@ -107,11 +110,12 @@ class Checkpoints:
         skipped: list[str] = []
         for step in reversed(self.steps()):
             args = ocp.args.Composite(
-                actor=ocp.args.StandardRestore(actor), critic=ocp.args.StandardRestore(critic), rest=ocp.args.JsonRestore()
+                **{name: ocp.args.StandardRestore(state) for name, state in _networks(actor, critic).items()},
+                rest=ocp.args.JsonRestore(),
             )
             try:
                 found = self._manager.restore(step, args=args)
-                return step, found.actor, found.critic, found.rest["rest"], skipped
+                return step, found.actor, found.get("critic"), found.rest["rest"], skipped
             except Exception as error:  # a broken file can fail in any layer below
                 skipped.append(f"checkpoint {step} is broken: {_line(error)}")
         raise RunError(f"{self._manager.directory}: no checkpoint can be read: {'; '.join(skipped)}")
@@ -216,6 +220,11 @@ def _matching(params: Params, stored: Any) -> Params:
         if there != wanted:
             raise InputError(f"parameter {name}: {there} in the checkpoint, {wanted} in the model")
     return jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, s.dtype, sharding=p.sharding), params, stored)
+
+
+def _networks(actor: Any, critic: Any) -> dict[str, Any]:
+    """The networks there are, by the name of their item."""
+    return {name: state for name, state in (("actor", actor), ("critic", critic)) if state is not None}
 
 
 def abstract(state: Any, shardings: Any) -> Any:

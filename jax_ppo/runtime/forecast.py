@@ -37,15 +37,14 @@ def memory(config: Config, steps: Steps, shape: tuple[int, int], prompt_width: i
       "actor" and "critic" with their moments, "reference", "gradients" of one network, "rollout": weights and cache of the token
       loop, and "activations".
     """
-    master, nets, mesh = config.model.param_dtype, (steps.actor, steps.critic), steps.mesh
-    actor = steps.actor
-    state = {
-        name: shard_bytes(n.state_shapes(master), n.state_shardings) for name, n in zip(("actor", "critic"), nets, strict=True)
-    }
+    master, mesh, actor = config.model.param_dtype, steps.mesh, steps.actor
+    nets = [n for n in (actor, steps.critic) if n]
+    state = {name: shard_bytes(n.state_shapes(master), n.state_shardings) for name, n in zip(("actor", "critic"), nets)}  # noqa: B905
     weights = [shard_bytes(n.typed_shapes(master), n.shardings) for n in nets]
     # The sum over micro-batches is in float32; beside it stands the gradient of one of them.
     gradients = [shard_bytes(n.typed_shapes(jnp.float32), n.shardings) + w for n, w in zip(nets, weights, strict=True)]
     return {
+        "critic": 0,
         **state,
         "reference": weights[0] if config.ppo.kl_coef or config.ppo.kl_loss_coef else 0,
         "gradients": max(gradients),
@@ -75,7 +74,7 @@ def overview(config: Config, steps: Steps, task: Task, shape: tuple[int, int]) -
     return [
         ("devices", f"{jax.device_count()} x {device.device_kind}, mesh {mesh}"),
         ("actor", _describe(steps.actor)),
-        ("critic", _describe(steps.critic)),
+        ("critic", _describe(steps.critic) if steps.critic else f"none; advantages by {ppo.estimator}"),
         ("numbers", f"weights {config.model.param_dtype}, compute {jnp.dtype(steps.actor.dtype).name}"),
         ("data", f"{task.name}: {len(task.train):,} training and {len(task.test):,} held-out problems"),
         ("prompts", f"up to {task.prompt_width} tokens"),
@@ -108,6 +107,8 @@ def _count(number: int, noun: str) -> str:
 
 def _describe(network: Network) -> str:
     model, count = network.model, sum(math.prod(x.shape) for x in jax.tree.leaves(network.shapes))
+    if network.alone:
+        return f"{count:,} parameters: a head on the actor's hidden states"
     return f"{count:,} parameters: {model.num_hidden_layers} layers, width {model.hidden_size}, vocabulary {model.vocab_size:,}"
 
 

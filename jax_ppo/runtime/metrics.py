@@ -49,7 +49,7 @@ _MEANINGS = {
     "critic/lr": "learning rate of the critic",
     "critic/score/{mean,max,min}": "score of a response",
     "critic/rewards/{mean,max,min}": "sum of a response's token rewards: the score minus the KL penalty",
-    "critic/advantages/{mean,max,min}": "advantage of a token, whitened over the batch",
+    "critic/advantages/{mean,max,min}": "advantage of a token, as the policy learns from it: whitened over the batch, or within a prompt",
     "critic/returns/{mean,max,min}": "target of the critic at a token",
     "critic/values/{mean,max,min}": "value of a token before the update",
     "response_length/{mean,max,min}": "tokens of a response, the end token included",

@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.ppo.advantages import adapt_kl_coef, explained_variance, gae, kl_estimate, last_token, token_rewards
+from jax_ppo.ppo.advantages import (
+    adapt_kl_coef,
+    explained_variance,
+    gae,
+    group_advantages,
+    kl_estimate,
+    last_token,
+    length_lambda,
+    token_rewards,
+)
 from jax_ppo.ppo.masked import whiten
 
 KINDS = ("k1", "k2", "k3", "abs")
@@ -242,3 +251,36 @@ def test_explained_variance_is_0_where_the_returns_do_not_vary(constant: float) 
     values = jnp.float32(np.random.default_rng(0).normal(size=1000))
     assert float(explained_variance(values, jnp.full(1000, constant), jnp.ones(1000))) == 0
     assert float(explained_variance(values, values, jnp.zeros(1000))) == 0
+
+
+def test_lambda_grows_with_the_length() -> None:
+    mask = np.arange(200)[None] < np.array([[200], [100], [40], [20], [10], [0]])
+    np.testing.assert_allclose(length_lambda(mask, 0.05), [0.9, 0.8, 0.5, 0.0, 0.0, 0.0], atol=1e-6)
+
+
+def test_each_row_may_have_its_own_lambda() -> None:
+    rewards, values, mask = (
+        jnp.array([[0.0, 0, 1, 0, 0]] * 2),
+        jnp.array([[0.5, 0.4, 0.3, 9, 9]] * 2),
+        jnp.array([[1, 1, 1, 0, 0]] * 2),
+    )
+    advantages, _ = gae(rewards, values, mask, gamma=1.0, lam=jnp.array([0.95, 0.0]))
+    np.testing.assert_allclose(advantages[:, :3], [[0.43675, 0.565, 0.7], [-0.1, -0.1, 0.7]], atol=1e-6)
+
+
+def test_a_response_beside_the_others_to_its_prompt() -> None:
+    scores = jnp.array([1.0, 0, 0, 1, 3, 0])
+    np.testing.assert_allclose(group_advantages(scores, 3, "rloo"), [1, -0.5, -0.5, -0.5, 2.5, -2], atol=1e-6)
+    first, second = np.sqrt(2) / 3, np.std([1, 3, 0])
+    expected = [2 / 3 / first, -1 / 3 / first, -1 / 3 / first, -1 / 3 / second, 5 / 3 / second, -4 / 3 / second]
+    np.testing.assert_allclose(group_advantages(scores, 3, "grpo"), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rloo", "grpo"])
+def test_equal_responses_teach_nothing(kind: str) -> None:
+    """0.7 is no float32: what rounding leaves must not be blown up."""
+    assert np.abs(group_advantages(jnp.full(1000, 0.7), 10, kind)).max() < 0.1
+    with pytest.raises(ValueError, match="at least 2"):
+        group_advantages(jnp.zeros(4), 1, kind)
+    with pytest.raises(ValueError, match="one of rloo, grpo"):
+        group_advantages(jnp.zeros(4), 2, "mean")

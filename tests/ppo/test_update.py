@@ -327,7 +327,16 @@ def test_experience_against_a_loop(bootstrap: bool, lam_critic: float, data: Seq
     policy = np.where(data.mask & finished[:, None], 0.5, 0.0)
     experience, metrics = jax.jit(
         partial(
-            update.make_experience, gamma=0.98, lam_actor=0.9, lam_critic=lam_critic, kl_kind="k2", bootstrap_truncated=bootstrap
+            update.make_experience,
+            estimator="gae",
+            samples=1,
+            gamma=0.98,
+            lam_actor=0.9,
+            lam_critic=lam_critic,
+            lam_length=0.0,
+            clip_advantage=0.0,
+            kl_kind="k2",
+            bootstrap_truncated=bootstrap,
         )
     )(
         *map(jnp.float32, (scores, data.mask)),
@@ -353,7 +362,7 @@ def test_experience_against_a_loop(bootstrap: bool, lam_critic: float, data: Seq
     for name, x in {
         "score": scores,
         "rewards": np.nansum(rewards, axis=1),
-        "advantages": advantages[real],
+        "advantages": white[real],
         "returns": targets[real],
         "values": values[real],
     }.items():
@@ -361,3 +370,50 @@ def test_experience_against_a_loop(bootstrap: bool, lam_critic: float, data: Seq
     assert metrics.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "rloo", "grpo"])
+@pytest.mark.parametrize("clip", [0.0, 0.7])
+def test_estimators_against_a_loop(estimator: str, clip: float, data: Sequences) -> None:
+    """Four responses a prompt; lambda of each response from its length, where there is one."""
+    rng = np.random.default_rng(6)
+    scores, (old, ref, values) = rng.normal(size=B), data.noise[:3]
+    if estimator != "gae":
+        values = np.zeros_like(values)
+    kwargs = {"gamma": 0.97, "lam_actor": 0.9, "lam_critic": 0.8, "lam_length": 0.5 if estimator == "gae" else 0.0}
+    made = partial(
+        update.make_experience, estimator=estimator, samples=4, clip_advantage=clip, kl_kind="k1", bootstrap_truncated=False
+    )
+    experience, metrics = jax.jit(partial(made, **kwargs))(
+        *map(jnp.float32, (scores, data.mask)),
+        jnp.ones(B, bool),
+        *map(jnp.float32, (data.mask, old, ref, values, np.zeros(B))),
+        jnp.float32(0.3),
+    )
+    kl, none = old.astype(np.float64) - ref, np.zeros(B)
+    rewards, returns_to_go = by_definition(data, scores, kl, np.zeros_like(values), none, 0.3, 0.97, 1.0)
+    if estimator == "gae":
+        advantages = np.full((B, LIMIT), np.nan)
+        for b, n in enumerate(data.lengths):
+            lam = max(0.0, 1 - 1 / (0.5 * n))
+            advantages[b] = by_definition(data, scores, kl, values, none, 0.3, 0.97, lam)[1][b]
+        targets = by_definition(data, scores, kl, values, none, 0.3, 0.97, 0.8)[1] + values
+        np.testing.assert_allclose(experience.returns, np.nan_to_num(targets), atol=1e-5)
+    elif estimator == "reinforce":
+        advantages = returns_to_go
+    else:
+        total = np.nansum(rewards, axis=1)
+        advantages = np.full((B, LIMIT), np.nan)
+        for b, n in enumerate(data.lengths):
+            group = [total[i] for i in range(B) if i // 4 == b // 4]
+            others = [total[i] for i in range(B) if i // 4 == b // 4 and i != b]
+            spread = np.std(group) + 1e-6
+            advantages[b, :n] = total[b] - np.mean(others) if estimator == "rloo" else (total[b] - np.mean(group)) / spread
+    if estimator in ("gae", "reinforce"):
+        counted = advantages[data.mask]
+        advantages = (advantages - counted.mean()) / counted.std()
+    if clip:
+        assert np.nanmax(np.abs(advantages)) > clip
+        advantages = np.clip(advantages, -clip, clip)
+    np.testing.assert_allclose(experience.advantages, np.nan_to_num(advantages), atol=2e-5)
+    assert ("critic/values/mean" in metrics) == (estimator == "gae")
