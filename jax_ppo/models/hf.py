@@ -111,6 +111,7 @@ def load_params(
                 return _read(files, name, transposed, shape.shape, index, dtype)
 
             array = _placed(shape.shape, sharding, read)
+            files.release()
             progress(shape.shape[0] if "{}" in name else 1)
             return array
 
@@ -282,7 +283,7 @@ def _check_tensors(files: TensorFiles, shapes: Params, config: QwenConfig, fresh
         del expected["score.weight"]
     for name, shape in expected.items():
         if name not in files.where:
-            raise InputError(f"{files.directory}: tensor {name} is missing; it is never initialised afresh")
+            raise InputError(f"{files.listing}: tensor {name} is missing; it is never initialised afresh")
         tensor, file = files.slice(name), files.where[name]
         if tuple(tensor.get_shape()) != shape:
             raise InputError(f"{file}: tensor {name} has shape {tuple(tensor.get_shape())}, config.json asks for {shape}")

@@ -25,16 +25,6 @@ TOOL = ROOT / "tools" / "convert_hf.py"
 MODELS = ("qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3")
 
 
-@pytest.fixture(scope="module")
-def convert():
-    """The script as a module."""
-    sys.path.insert(0, str(TOOL.parent))
-    import convert_hf
-
-    sys.path.remove(str(TOOL.parent))
-    return convert_hf
-
-
 def converted(convert, *words):
     assert convert.main([str(word) for word in words]) == 0
 
