@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import digit_reward
 import jax
 import numpy as np
 import pytest
+import tiny
 from jax.sharding import AxisType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -200,6 +202,27 @@ def test_transformers_answers_as_the_run_does(straight, tmp_path, convert):
         theirs = model.eval()(torch.tensor(tokens)).logits.numpy()
     ours = np.asarray(jax.jit(qwen.logits, static_argnames="config")(params, config, tokens.astype(np.int32)))
     assert np.max(np.abs(ours - theirs)) < 1e-4 * theirs.std()
+
+
+@pytest.mark.slow
+def test_a_run_continues_without_the_directories_it_came_from(straight, tmp_path, convert):
+    """Its critic has another shape than its actor, and nothing needs their weights after the start."""
+    actor, critic, workdir = tmp_path / "actor", tmp_path / "critic", tmp_path / "run"
+    shutil.copytree(straight / "model", actor)
+    shape = dataclasses.replace(hf.load_config(actor), num_hidden_layers=1)
+    hf.save_params(tiny.redrawn(0, shape, "score"), shape, critic, dtype="float32")
+    cfg = configs.to_dict(miniature(iterations=1))
+    cfg["model"]["path"], cfg["critic"]["path"] = str(actor), str(critic)
+    cfg["ppo"]["kl_coef"], cfg["warmstart"]["steps"] = 0.0, 0
+    train.run(configs.resolve(cfg), workdir)
+    assert not list(workdir.glob("*/*.safetensors"))
+    shutil.rmtree(actor)
+    shutil.rmtree(critic)
+    cfg["train"]["iterations"] = 2
+    train.run(configs.resolve(cfg), workdir)
+    assert [line["iteration"] for line in metrics.read(workdir)] == [0, 1, 2]
+    convert.export_model(workdir, tmp_path / "export", "critic")
+    assert hf.load_config(tmp_path / "export") == shape
 
 
 @pytest.mark.slow

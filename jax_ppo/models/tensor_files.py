@@ -130,6 +130,9 @@ def write(
       dtype:     of every tensor in the file.
       directory: where the files go.
       progress:  called with 1 for every tensor that is fetched.
+
+    Raises:
+      OSError: if a file cannot be written.
     """
     shards: list[list[str]] = [[]]
     room = SHARD_BYTES
@@ -148,7 +151,10 @@ def write(
             # C order, because the writer dumps memory as it lies and a transposed view would come back as another matrix.
             arrays[name] = np.ascontiguousarray(np.asarray(tensors[name].fetch()).astype(dtype))
             progress(1)
-        save_file(arrays, directory / file, metadata={"format": "pt"})
+        try:
+            save_file(arrays, directory / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{directory / file}: {error}") from None
     if count > 1:
         index = {
             "metadata": {"total_size": sum(t.size for t in tensors.values()) * dtype.itemsize},

@@ -170,7 +170,7 @@ def test_the_family_decides_about_biases(directory):
     assert hf.load_config(model.path).attention_bias
     model = directory("qwen3", to="qwen3")
     model.configure(attention_bias=True)
-    assert hf.load_config(model.path).attention_bias
+    assert "attention_bias=True is unsupported for qwen3" in refusal(model.path)
 
 
 # --- Writing --------------------------------------------------------------------------------------------------------------
