@@ -1,7 +1,9 @@
 """What all tests share: eight virtual CPU devices, strict JAX, no network, and the folder of shared data."""
 
+import importlib.util
 import os
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import pytest
@@ -16,6 +18,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 
+ROOT = Path(__file__).parents[1]
 SHARED_FILES = (
     "gsm8k/train.jsonl",
     "gsm8k/test.jsonl",
@@ -23,6 +26,16 @@ SHARED_FILES = (
     "qwen2.5_tokenizer/tokenizer_config.json",
     "reward_cases.jsonl",
 )
+
+
+@pytest.fixture(scope="session")
+def convert() -> ModuleType:
+    """The script tools/convert_hf.py as a module."""
+    spec = importlib.util.spec_from_file_location("convert_hf", ROOT / "tools" / "convert_hf.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import digit_reward
 import jax
 import numpy as np
 import pytest
+import tiny
 from jax.sharding import AxisType
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jax_ppo import config as configs
 from jax_ppo import evaluate, job, sharding, train
-from jax_ppo.models import hf
+from jax_ppo.models import hf, qwen
 from jax_ppo.runtime import metrics
 from jax_ppo.types import InputError, RunError
 
@@ -203,6 +206,56 @@ def test_evaluate_reads_the_newest_checkpoint(straight, tmp_path):
     start = evaluate.run(cfg, str(straight / "model"), tmp_path)
     assert (tmp_path / "eval" / "000000-full.json").exists()
     assert start["count"] == 24
+
+
+@pytest.mark.parametrize(("which", "head"), [("actor", "lm_head"), ("critic", "score")])
+def test_an_export_is_what_was_trained(straight, tmp_path, convert, which, head):
+    convert.export_model(straight, tmp_path / "export", which)
+    config = hf.load_config(tmp_path / "export")
+    exported = hf.load_params(tmp_path / "export", config, dtype="float32", head=head)
+    shapes = evaluate.checkpoint.abstract(*convert.places(config, which))
+    trained = evaluate.checkpoint.restore_params(straight, shapes, item=which)[1]
+    assert hf.stored_head(tmp_path / "export") == head
+    jax.tree.map(np.testing.assert_array_equal, exported, trained)
+    start = hf.load_params(straight / "model", config, dtype="float32", head=head)
+    for one, other in zip(jax.tree.leaves(exported), jax.tree.leaves(start), strict=True):
+        assert np.any(np.asarray(one) != other), "training changes every parameter"
+
+
+def test_transformers_answers_as_the_run_does(straight, tmp_path, convert):
+    """It finds every tensor that it looks for, uses all that it finds, and computes the same logits."""
+    torch = pytest.importorskip("torch", reason="compares with transformers, which computes with torch")
+    convert.export_model(straight, tmp_path / "export")
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values()), report
+    config, tokenizer = hf.load_config(tmp_path / "export"), AutoTokenizer.from_pretrained(tmp_path / "export")
+    tokens = np.array(tokenizer("17 + 25 = ?")["input_ids"])[None]
+    params = hf.load_params(tmp_path / "export", config, dtype="float32")
+    with torch.no_grad():
+        theirs = model.eval()(torch.tensor(tokens)).logits.numpy()
+    ours = np.asarray(jax.jit(qwen.logits, static_argnames="config")(params, config, tokens.astype(np.int32)))
+    assert np.max(np.abs(ours - theirs)) < 1e-4 * theirs.std()
+
+
+@pytest.mark.slow
+def test_a_run_continues_without_the_directories_it_came_from(straight, tmp_path, convert):
+    """Its critic has another shape than its actor, and nothing needs their weights after the start."""
+    actor, critic, workdir = tmp_path / "actor", tmp_path / "critic", tmp_path / "run"
+    shutil.copytree(straight / "model", actor)
+    shape = dataclasses.replace(hf.load_config(actor), num_hidden_layers=1)
+    hf.save_params(tiny.redrawn(0, shape, "score"), shape, critic, dtype="float32")
+    cfg = configs.to_dict(miniature(iterations=1))
+    cfg["model"]["path"], cfg["critic"]["path"] = str(actor), str(critic)
+    cfg["ppo"]["kl_coef"], cfg["warmstart"]["steps"] = 0.0, 0
+    train.run(configs.resolve(cfg), workdir)
+    assert not list(workdir.glob("*/*.safetensors"))
+    shutil.rmtree(actor)
+    shutil.rmtree(critic)
+    cfg["train"]["iterations"] = 2
+    train.run(configs.resolve(cfg), workdir)
+    assert [line["iteration"] for line in metrics.read(workdir)] == [0, 1, 2]
+    convert.export_model(workdir, tmp_path / "export", "critic")
+    assert hf.load_config(tmp_path / "export") == shape
 
 
 @pytest.mark.slow

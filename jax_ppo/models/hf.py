@@ -19,7 +19,7 @@ import numpy as np
 from jax_ppo.models import hf_config, qwen, tensor_files
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.models.tensor_files import NUMPY_DTYPES, Tensor, TensorFiles
-from jax_ppo.types import InputError, Params
+from jax_ppo.types import InputError, Params, RunError
 
 # Our path -> (Hugging Face name, is the matrix transposed). {} is the layer.
 TABLE: dict[str, tuple[str, bool]] = {
@@ -111,6 +111,7 @@ def load_params(
                 return _read(files, name, transposed, shape.shape, index, dtype)
 
             array = _placed(shape.shape, sharding, read)
+            files.release()
             progress(shape.shape[0] if "{}" in name else 1)
             return array
 
@@ -139,7 +140,7 @@ def save_params(
       progress:  called with the number of tensors that are about to be written; `tensor_count` of them in all.
 
     Raises:
-      InputError: see `new_directory`.
+      InputError, RunError: see `new_directory`.
     """
     with new_directory(directory) as beside:
         write_description(config, beside, dtype=dtype, critic="score" in params, source=source)
@@ -166,6 +167,7 @@ def new_directory(directory: str | Path) -> Iterator[Path]:
 
     Raises:
       InputError: see `check_new`; or if the directory cannot be made.
+      RunError: if writing fails, for instance on a full disk.
     """
     directory = check_new(directory)
     beside = directory.with_name(directory.name + ".partial")
@@ -174,10 +176,13 @@ def new_directory(directory: str | Path) -> Iterator[Path]:
         beside.mkdir(parents=True)
     except OSError as error:
         raise InputError(f"{beside}: cannot be made ({error.strerror})") from None
-    yield beside
-    if directory.exists():
-        directory.rmdir()
-    beside.rename(directory)
+    try:
+        yield beside
+        if directory.exists():
+            directory.rmdir()
+        beside.rename(directory)
+    except OSError as error:
+        raise RunError(f"{directory}: writing failed: {error}") from error
 
 
 def write_description(
@@ -282,7 +287,7 @@ def _check_tensors(files: TensorFiles, shapes: Params, config: QwenConfig, fresh
         del expected["score.weight"]
     for name, shape in expected.items():
         if name not in files.where:
-            raise InputError(f"{files.directory}: tensor {name} is missing; it is never initialised afresh")
+            raise InputError(f"{files.listing}: tensor {name} is missing; it is never initialised afresh")
         tensor, file = files.slice(name), files.where[name]
         if tuple(tensor.get_shape()) != shape:
             raise InputError(f"{file}: tensor {name} has shape {tuple(tensor.get_shape())}, config.json asks for {shape}")

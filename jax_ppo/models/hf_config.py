@@ -47,7 +47,7 @@ def read(path: Path) -> QwenConfig:
         rope_theta=theta,
         rms_norm_eps=_number(raw, "rms_norm_eps", path, whole=False),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
-        attention_bias=bool(raw.get("attention_bias")) if qwen3 else True,
+        attention_bias=not qwen3,
         qk_norm=qwen3,
         yarn=yarn,
     )
@@ -117,6 +117,8 @@ def _refuse_unsupported(raw: Mapping[str, Any], path: Path) -> None:
             raise InputError(
                 f"{path}: {key}={raw[key]!r} is unsupported; give a full-attention checkpoint in plain floating point"
             )
+    if kind == "qwen3" and raw.get("attention_bias"):
+        raise InputError(f"{path}: attention_bias={raw['attention_bias']!r} is unsupported for qwen3, where it means o_proj too")
     other = set(raw.get("layer_types") or ()) - {"full_attention"}
     if other:
         raise InputError(f"{path}: layer_types with {min(other)!r} unsupported; every layer must be 'full_attention'")

@@ -48,7 +48,8 @@ def check_directory(directory: Path) -> Path:
 class TensorFiles:
     """The tensors of a directory, opened lazily. Where both exist, `model.safetensors` counts and the shards do not.
 
-    where: tensor name -> file.
+    where:   tensor name -> file.
+    listing: the file that says which tensors there are.
     """
 
     def __init__(self, directory: str | Path):
@@ -63,6 +64,7 @@ class TensorFiles:
         self.directory = check_directory(Path(directory))
         single, index = self.directory / SINGLE, self.directory / INDEX
         self._open: dict[Path, Any] = {}
+        self.listing = single if single.exists() else index
         if single.exists():
             self.where = dict.fromkeys(self.file(single).keys(), single)
         elif index.exists():
@@ -74,8 +76,13 @@ class TensorFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Closes the files, which are opened again when something is read: what was read no longer counts as memory in use."""
         for handle in self._open.values():
             handle.__exit__(None, None, None)
+        self._open.clear()
 
     def file(self, path: Path) -> Any:
         """The open handle of a safetensors file."""
@@ -123,6 +130,9 @@ def write(
       dtype:     of every tensor in the file.
       directory: where the files go.
       progress:  called with 1 for every tensor that is fetched.
+
+    Raises:
+      OSError: if a file cannot be written.
     """
     shards: list[list[str]] = [[]]
     room = SHARD_BYTES
@@ -141,7 +151,10 @@ def write(
             # C order, because the writer dumps memory as it lies and a transposed view would come back as another matrix.
             arrays[name] = np.ascontiguousarray(np.asarray(tensors[name].fetch()).astype(dtype))
             progress(1)
-        save_file(arrays, directory / file, metadata={"format": "pt"})
+        try:
+            save_file(arrays, directory / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{directory / file}: {error}") from None
     if count > 1:
         index = {
             "metadata": {"total_size": sum(t.size for t in tensors.values()) * dtype.itemsize},

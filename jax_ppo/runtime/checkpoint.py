@@ -164,9 +164,15 @@ def save_params(workdir: Path, params: Params, item: str) -> None:
       workdir: must not have checkpoints.
       params:  of one network.
       item:    "actor" or "critic".
+
+    Raises:
+      RunError: if saving fails.
     """
     _quiet()
-    ocp.PyTreeCheckpointer().save((workdir / FOLDER / "0" / item).absolute(), {"params": params})
+    try:
+        ocp.PyTreeCheckpointer().save((workdir / FOLDER / "0" / item).absolute(), {"params": params})
+    except (OSError, ValueError) as error:
+        raise RunError(f"saving checkpoint 0 failed: {_line(error)}") from error
 
 
 def restore_params(

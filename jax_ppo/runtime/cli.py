@@ -52,7 +52,15 @@ def main(
 
 def exit_code(work: Callable[[], Any]) -> int:
     """Does the work; warnings and errors become a line each, as `main` describes."""
-    warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
+    said = set[str]()
+
+    def warn(message: str) -> None:
+        # A directory may be read for the check, the actor, the critic and the reference; its peculiarity is news once.
+        if message not in said:
+            said.add(message)
+            _say(f"warning: {message}")
+
+    warnings.showwarning = lambda message, *_: warn(str(message))
     sys.unraisablehook = _unraisable
     try:
         work()

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from jax_ppo import sharding
 from jax_ppo.data import arithmetic
 from jax_ppo.models import hf, qwen
-from jax_ppo.types import InputError
+from jax_ppo.types import InputError, RunError
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TOKENS = np.arange(24).reshape(2, 12)
@@ -295,7 +295,7 @@ def test_a_failed_export_leaves_no_directory(golden, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(hf.tensor_files, "write", full_disk)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(RunError, match="export: writing failed: No space left on device"):
             hf.save_params(params, config, tmp_path / "export", dtype="float32")
     assert not (tmp_path / "export").exists()
     (tmp_path / "export.partial" / "model-00001-of-00002.safetensors").write_text("half")

@@ -1,6 +1,7 @@
 """Files that are missing, damaged or at odds are refused in one line; what is written comes back, also in shards."""
 
 import json
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -52,6 +53,19 @@ def test_shards_read_as_one_file(model, sharded, golden):
         assert set(shards.where) == set(whole.where)
         for name in whole.where:
             np.testing.assert_array_equal(shards.slice(name)[:], whole.slice(name)[:])
+
+
+def test_released_files_are_read_again(sharded, golden):
+    """Released, they are no longer mapped into memory."""
+    maps = Path("/proc/self/maps")
+    with TensorFiles(sharded[0].path) as files, TensorFiles(golden("qwen2_tied")) as whole:
+        for name in files.where:
+            np.testing.assert_array_equal(files.slice(name)[:], whole.slice(name)[:])
+            if maps.exists():
+                assert str(sharded[0].path) in maps.read_text()
+            files.release()
+            if maps.exists():
+                assert str(sharded[0].path) not in maps.read_text()
 
 
 def test_a_missing_shard(sharded):

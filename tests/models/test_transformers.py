@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import transformers
 
 from jax_ppo.models import hf, qwen
@@ -48,6 +49,31 @@ def test_transformers_loads_the_export(golden, tmp_path, name):
     ours = np.asarray(logits(params, config, tokens))
     assert np.max(np.abs(ours - theirs)) < 1e-4 * theirs.std()
     assert np.max(np.abs(ours - expected)) > 0.01 * theirs.std()
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"head_dim": 16}], ids=str)
+def test_padding_and_packing_in_a_qwen3_without_a_golden(tmp_path, changes):
+    """Untied as the larger ones are, and tied: two packed sequences, one of them padded on its left, as transformers computes each alone."""
+    config = tiny.model(qk_norm=True, attention_bias=False, **changes)
+    params = tiny.redrawn(0, config)
+    hf.save_params(params, config, tmp_path / "export", dtype="float32")
+    assert hf.load_config(tmp_path / "export") == config
+    model = by_transformers(tmp_path / "export")
+    first, second = np.arange(12), np.arange(40, 60)
+    segments = np.array([1] * 12 + [0] * 3 + [2] * 20)
+    positions = np.concatenate([np.arange(12), np.zeros(3, int), np.arange(20)])
+    row = np.concatenate([first, np.full(3, 63), second])
+    ours = np.asarray(logits(params, config, row[None], positions=positions[None], segment_ids=segments[None]))[0]
+    for tokens, segment in ((first, 1), (second, 2)):
+        left = np.concatenate([np.full(3, 63), tokens])[None]
+        real = (np.arange(left.shape[1]) >= 3)[None].astype(int)
+        with torch.no_grad():
+            alone = model(torch.tensor(tokens[None])).logits.numpy()[0]
+            places = torch.tensor(np.maximum(real.cumsum(1) - 1, 0))
+            padded = model(torch.tensor(left), attention_mask=torch.tensor(real), position_ids=places).logits.numpy()[0, 3:]
+        mine = np.asarray(logits(params, config, left, positions=places.numpy(), segment_ids=real))[0, 3:]
+        assert np.max(np.abs(ours[segments == segment] - alone)) < 1e-4 * alone.std()
+        assert np.max(np.abs(mine - padded)) < 1e-4 * padded.std()
 
 
 def test_transformers_keeps_a_head_that_differs(directory):

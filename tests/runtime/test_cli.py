@@ -271,6 +271,7 @@ def test_success_and_warnings_are_lines(folder, capsys):
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.warn("took the head\nfrom x", stacklevel=1)
+            warnings.warn("took the head\nfrom x", stacklevel=2)
 
     assert cli.main(["program", TINY], job, module="m") == 0
     assert capsys.readouterr() == ("", "warning: took the head from x\n")

@@ -25,16 +25,6 @@ TOOL = ROOT / "tools" / "convert_hf.py"
 MODELS = ("qwen2_tied", "qwen2_untied", "qwen2_yarn", "qwen3")
 
 
-@pytest.fixture(scope="module")
-def convert():
-    """The script as a module."""
-    sys.path.insert(0, str(TOOL.parent))
-    import convert_hf
-
-    sys.path.remove(str(TOOL.parent))
-    return convert_hf
-
-
 def converted(convert, *words):
     assert convert.main([str(word) for word in words]) == 0
 
@@ -240,14 +230,29 @@ def test_a_mesh_that_does_not_divide(convert, capsys, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
-def test_nothing_appears_before_everything_is_written(convert, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_params", lambda *_: (_ for _ in ()).throw(OSError("No space left on device")))
-        with pytest.raises(OSError, match="No space"):
-            convert.import_model(GOLDENS / "qwen2_tied", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    converted(convert, "import", GOLDENS / "qwen2_tied", tmp_path / "run")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+# A process of its own, because it limits the size of its files: that of a description passes, that of weights does not.
+FULL = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+sys.path.insert(0, sys.argv.pop(1))
+import convert_hf
+sys.exit(convert_hf.main(sys.argv[1:]))
+"""
+
+
+def test_a_full_disk_is_one_line_and_nothing_appears(convert, tmp_path):
+    source, run, target = GOLDENS / "qwen2_untied", tmp_path / "run", tmp_path / "target"
+    converted(convert, "import", source, run)
+    for words in (["import", source, target], ["export", run, target]):
+        line = [sys.executable, "-c", FULL, str(TOOL.parent), *map(str, words)]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=100)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("failed: ") and done.stderr.count("\n") == 1 and "File too large" in done.stderr
+        assert not target.exists()
+    converted(convert, "export", run, target)
+    assert_same_bytes(source, target)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "target"], "what the failures left is gone"
 
 
 def test_the_program_itself(tmp_path):
