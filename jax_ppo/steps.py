@@ -168,13 +168,14 @@ class Steps:
         self.decode_weights = jax.jit(
             partial(qwen.decode_weights, config=model, dtype=net.dtype), out_shardings=decode_shardings(net.shapes, model, mesh)
         )
-        split = NamedSharding(mesh, PartitionSpec(sharding.ROWS, None, "tensor"))
-        stacked = NamedSharding(mesh, PartitionSpec(None, sharding.ROWS, None, "tensor"))
+        split = NamedSharding(mesh, PartitionSpec(sharding.ROWS, "tensor"))
+        stacked = NamedSharding(mesh, PartitionSpec(None, sharding.ROWS, "tensor"))
         size = min(config.rollout.segment, config.rollout.max_response_tokens)
 
         def empty(slots: int, width: int) -> qwen.Cache:
-            one = jnp.zeros((slots, width, model.num_key_value_heads, model.head_dim), net.dtype)
-            return [(one, one)] * model.num_hidden_layers
+            heads, size = model.num_key_value_heads, model.head_dim
+            keys, vals = jnp.zeros((slots, heads, size, width), net.dtype), jnp.zeros((slots, heads, width, size), net.dtype)
+            return [(keys, vals)] * model.num_hidden_layers
 
         def prefill(params, tokens, lengths):
             return qwen.prefill(params, model, tokens, lengths, dtype=net.dtype, method=net.method)

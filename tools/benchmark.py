@@ -172,12 +172,11 @@ def rollout(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             start = time.perf_counter()
             engine.compile(params, weights)
             compiled = time.perf_counter() - start
-            for repetition in range(arguments.repeat + 1):
+            engine.generate(params, weights, work.prompts, jax.random.key(0), temperature=1.0, limit=2)
+            for repetition in range(arguments.repeat):
                 start = time.perf_counter()
                 out: Rollout = engine.generate(params, weights, work.prompts, jax.random.key(repetition), temperature=1.0)
                 took = time.perf_counter() - start
-                if repetition == 0:
-                    continue
                 read = np.array([len(t) for t in {x.tobytes(): x for x in work.prompts.tokens}.values()])
                 least = floor(machine, work.model, read, out.lengths)
                 yield {

@@ -20,7 +20,7 @@ from jax_ppo.models.layers import Attend, Layer, QwenConfig, RMSNorm, rotary
 from jax_ppo.sharding import constrain
 from jax_ppo.types import Params
 
-# Keys and values of one layer, each [B, W, K, H].
+# Keys [B, K, H, W] and values [B, K, W, H] of each layer.
 Cache = list[tuple[jax.Array, jax.Array]]
 
 
@@ -171,16 +171,16 @@ def prefill(
       method:  of attention.
 
     Returns:
-      Stacked keys and values, each [X, C, P, K, H].
+      Stacked keys [X, C, K, H, P] and values [X, C, K, P, H].
     """
     column = jnp.arange(tokens.shape[1])[None]
     first = (tokens.shape[1] - lengths)[:, None]
     real = column >= first
     positions = jnp.where(real, column - first, 0)
-    _, kept = hidden_states(
+    _, (keys, vals) = hidden_states(
         params, config, tokens, positions, real.astype(jnp.int32), dtype=dtype, method=method, remat=False, keep_cache=True
     )
-    return kept
+    return keys.transpose(0, 1, 3, 4, 2), vals.transpose(0, 1, 3, 2, 4)
 
 
 def decode(
@@ -195,7 +195,7 @@ def decode(
       lengths: [B] int32, tokens read before this one; also this token's position.
       column:  scalar int32, where every row's key and value are written. Row b's live columns are the last
                lengths[b] + 1 up to and including this one.
-      cache:   keys and values, [B, W, K, H] each.
+      cache:   keys [B, K, H, W] and values [B, K, W, H] of each layer.
       dtype:   of activations.
 
     Returns:
@@ -203,15 +203,15 @@ def decode(
     """
     x = embed(weights, tokens, dtype)[:, None]
     rope = rotary(lengths[:, None], config)
-    index = jnp.arange(cache[0][0].shape[1])[None]
-    live = ((index <= column) & (index >= column - lengths[:, None]))[:, None]
+    index = jnp.arange(cache[0][0].shape[3])[None]
+    live = (index <= column) & (index >= column - lengths[:, None])
     updated = []
     for layer, (keys, vals) in zip(weights["model"]["layers"], cache, strict=True):
 
         def attend(q, k, v, keys=keys, vals=vals):
-            keys = jax.lax.dynamic_update_slice(keys, k.astype(keys.dtype), (0, column, 0, 0))
-            vals = jax.lax.dynamic_update_slice(vals, v.astype(vals.dtype), (0, column, 0, 0))
-            return attention.attend(q, keys, vals, live), (keys, vals)
+            keys = jax.lax.dynamic_update_slice(keys, k[:, 0, ..., None].astype(keys.dtype), (0, 0, 0, column))
+            vals = jax.lax.dynamic_update_slice(vals, v[:, 0, :, None].astype(vals.dtype), (0, 0, column, 0))
+            return attention.attend_cache(q[:, 0], keys, vals, live)[:, None], (keys, vals)
 
         x, kept = _apply_layer(layer, config, x, rope, attend)
         updated.append(kept)

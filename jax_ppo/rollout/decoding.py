@@ -104,7 +104,7 @@ def segment(
     Args:
       weights:  from `qwen.decode_weights`.
       config:   the model.
-      cache:    keys and values [S, W, K, H]; row b's are in the length[b] columns before `column`.
+      cache:    keys [S, K, H, W] and values [S, K, W, H] of each layer; row b's are in the length[b] columns before `column`.
       rows:     of the slots.
       column:   scalar int32, where the next key is written, the same for every row.
       enough:   scalar int32, rows done at which to stop; S waits for all.
@@ -115,7 +115,7 @@ def segment(
     Returns:
       The cache after the segment, and what was drawn.
     """
-    slots, width = cache[0][0].shape[:2]
+    slots, width = cache[0][0].shape[0], cache[0][0].shape[3]
     drawn = Drawn(
         tokens=jnp.zeros((slots, size), jnp.int32),
         logprobs=jnp.zeros((slots, size), jnp.float32),
@@ -168,22 +168,17 @@ def arrange(pair: tuple[jax.Array, jax.Array], source: jax.Array, start: jax.Arr
     """Moves the rows of one layer's cache to other slots and other columns.
 
     Args:
-      pair:   keys and values [S, W, K, H].
+      pair:   keys [S, K, H, W] and values [S, K, W, H].
       source: [shards, S' / shards] int32; which slot of the same shard each new slot takes over. No row leaves its shard.
       start:  scalar int32; column `start` becomes column 0. May be negative.
-      width:  columns of the new cache. What a column held that lies outside of the old cache is arbitrary.
+      width:  W' of the new cache. What a column holds that lies outside of the old cache is arbitrary.
 
     Returns:
-      Keys and values [S', width, K, H].
+      Keys [S', K, H, W'] and values [S', K, W', H].
     """
     columns = start + jnp.arange(width)
-
-    def moved(x: jax.Array) -> jax.Array:
-        shards = constrain(x.reshape(source.shape[0], -1, *x.shape[1:]), "rows", None, None, "heads", None)
-        taken = jax.vmap(lambda rows, index: rows[index[:, None], columns[None]])(shards, source)
-        return taken.reshape(-1, *taken.shape[2:])
-
-    return moved(pair[0]), moved(pair[1])
+    keys, vals = (_taken(x, source) for x in pair)
+    return jnp.take(keys, columns, axis=3, mode="clip"), jnp.take(vals, columns, axis=2, mode="clip")
 
 
 def admit(
@@ -192,24 +187,28 @@ def admit(
     """Gives prefilled prompts their place in one layer's cache, in the columns just before `column`.
 
     Args:
-      pair:   keys and values [S, W, K, H].
-      fresh:  stacked keys and values of the prompts [X, C, P, K, H], from `qwen.prefill`; P is at most `column`.
+      pair:   keys [S, K, H, W] and values [S, K, W, H].
+      fresh:  the stacked ones of the prompts, [X, C, K, H, P] and [X, C, K, P, H], from `qwen.prefill`; P is at most `column`.
       layer:  scalar int32.
       source: [shards, S / shards] int32; which prompt of the same shard a slot takes, or -1 where it keeps its row.
       column: scalar int32.
 
     Returns:
-      Keys and values [S, W, K, H].
+      The pair with the new rows.
     """
     enters = (source >= 0).reshape(-1)[:, None, None, None]
+    first = column - fresh[0].shape[4]
 
-    def entered(x: jax.Array, stacked: jax.Array) -> jax.Array:
-        prompts = jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
-        shards = constrain(prompts.reshape(source.shape[0], -1, *prompts.shape[1:]), "rows", None, None, "heads", None)
-        taken = jax.vmap(lambda rows, index: rows[index])(shards, source)
-        taken = taken.reshape(-1, *taken.shape[2:]).astype(x.dtype)
-        place = (0, column - prompts.shape[1], 0, 0)
-        before = jax.lax.dynamic_slice(x, place, taken.shape)
-        return jax.lax.dynamic_update_slice(x, jnp.where(enters, taken, before), place)
+    def entered(x: jax.Array, stacked: jax.Array, place: tuple[Any, ...]) -> jax.Array:
+        new = _taken(jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False), source).astype(x.dtype)
+        before = jax.lax.dynamic_slice(x, place, new.shape)
+        return jax.lax.dynamic_update_slice(x, jnp.where(enters, new, before), place)
 
-    return entered(pair[0], fresh[0]), entered(pair[1], fresh[1])
+    return entered(pair[0], fresh[0], (0, 0, 0, first)), entered(pair[1], fresh[1], (0, 0, first, 0))
+
+
+def _taken(x: jax.Array, source: jax.Array) -> jax.Array:
+    """Rows of x [S, K, ...] by their index within their shard, as `source` [shards, S' / shards] says; [S', K, ...]."""
+    shards = constrain(x.reshape(source.shape[0], -1, *x.shape[1:]), "rows", None, "heads", None, None)
+    taken = jax.vmap(lambda rows, index: rows[index])(shards, source)
+    return taken.reshape(-1, *x.shape[1:])

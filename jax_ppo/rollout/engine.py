@@ -171,7 +171,7 @@ class _Run:
     """One call of `Engine.generate`: what is where.
 
     holder: [S] the prompt that each slot works on, or FREE. The slots of a row shard stand together.
-    cache:  keys and values of each layer [S, W, K, H]. A row's last token is not in it: the next step reads it.
+    cache:  keys [S, K, H, W] and values [S, K, W, H] of each layer. A row's last token is not in it: the next step reads it.
     column: where the next key is written; every row ends just before it.
     """
 
@@ -260,7 +260,7 @@ class _Run:
         if not self.cache:
             self.cache, self.column = programs.empty(len(self.holder), width), reach
             return
-        same = (height, width) == self.cache[0][0].shape[:2]
+        same = (height, width) == (len(self.holder), self.cache[0][0].shape[3])
         if same and self.column >= prompt_width and self.column + room <= width:
             return
         holder = self.holder.reshape(shards, -1)

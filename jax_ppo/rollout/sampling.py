@@ -4,6 +4,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+BLOCK = 512
+
 
 def filter_logits(
     logits: jax.Array, *, temperature: float | jax.Array = 1.0, top_k: int | jax.Array = 0, top_p: float | jax.Array = 1.0
@@ -66,13 +68,44 @@ def draw(
     """
     chex.assert_rank([logits, keys], [2, 1])
     z = filter_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+    highest = jnp.max(z, axis=-1, keepdims=True)
+    weights = jnp.exp(z - highest)
     token = jax.lax.cond(
         jnp.asarray(temperature) > 0,
-        lambda: jax.vmap(jax.random.categorical)(keys, z).astype(jnp.int32),
+        lambda: choose(weights, jax.vmap(jax.random.uniform)(keys)),
         lambda: jnp.argmax(z, axis=-1).astype(jnp.int32),
     )
     chosen = jnp.take_along_axis(z, token[:, None], axis=-1)[:, 0]
-    return token, chosen - jax.nn.logsumexp(z, axis=-1)
+    return token, chosen - highest[:, 0] - jnp.log(jnp.sum(weights, axis=-1))
+
+
+def choose(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """The first entry whose cumulative weight exceeds uniform x the sum: entry i with probability weights_i / sum.
+
+    One random number a row instead of one an entry, and sums of blocks before entries, so that the weights are read once.
+
+    Args:
+      weights: [B, V] float32, not negative, one of them positive. An entry of weight 0 is never chosen.
+      uniform: [B] float32, from 0 to below 1.
+
+    Returns:
+      [B] int32.
+    """
+
+    def first_above(w: jax.Array, threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = jnp.cumsum(w, axis=-1)
+        # Rounding may bring a threshold to the sum, which no entry exceeds, or below 0, which one of weight 0 would.
+        threshold = jnp.clip(threshold, 0.0, jnp.nextafter(total[:, -1], 0.0))
+        index = jnp.argmax(total > threshold[:, None], axis=-1)
+        before = jnp.where(index > 0, jnp.take_along_axis(total, jnp.maximum(index - 1, 0)[:, None], axis=-1)[:, 0], 0.0)
+        return index, threshold - before
+
+    size = weights.shape[1]
+    blocks = jnp.pad(weights, ((0, 0), (0, -size % BLOCK))).reshape(weights.shape[0], -1, BLOCK)
+    sums = jnp.sum(blocks, axis=-1)
+    block, rest = first_above(sums, uniform * jnp.sum(sums, axis=-1))
+    inside, _ = first_above(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], rest)
+    return (block * BLOCK + inside).astype(jnp.int32)
 
 
 def row_keys(key: jax.Array, rows: jax.Array, index: jax.Array) -> jax.Array:

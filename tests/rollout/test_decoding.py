@@ -45,7 +45,7 @@ def continued(monkeypatch):
     """
 
     def decode(weights, config, tokens, lengths, column, cache, *, dtype):
-        script = cache[0][0][:, :, 0, 0].astype(jnp.int32)
+        script = cache[0][0][:, 0, 0].astype(jnp.int32)
         size = weights["size"]
         said = lambda i: jax.lax.dynamic_index_in_dim(script, i, axis=1, keepdims=False)  # noqa: E731
         fed = tokens == jnp.where(column == size, FIRST, said(column - size - 1))
@@ -57,8 +57,8 @@ def continued(monkeypatch):
     @partial(jax.jit, static_argnames=("size", "width"))
     def play(script, live, enough, chosen, size, width):
         slots, length = script.shape
-        room = ((0, 0), (0, width - length), (0, 0), (0, 0))
-        cache = [(jnp.pad(script[:, :, None, None].astype(jnp.float32), room),) * 2]
+        keys = jnp.pad(script[:, None, None].astype(jnp.float32), ((0, 0), (0, 0), (0, 0), (0, width - length)))
+        cache = [(keys, jnp.swapaxes(keys, 2, 3))]
         rows = decoding.Rows(
             token=jnp.full(slots, FIRST),
             length=jnp.full(slots, length),
@@ -131,30 +131,36 @@ def test_no_end_before_the_least_tokens(continued):
 
 
 def numbered(slots, width):
-    """A cache whose every entry says which slot and column it is from, [S, W, 1, 1]."""
-    x = 1000.0 * np.arange(slots)[:, None] + np.arange(width)[None]
-    return (jnp.asarray(x)[:, :, None, None], -jnp.asarray(x)[:, :, None, None])
+    """A cache whose every entry says which slot and column it is from: keys [S, 1, 1, W], values [S, 1, W, 1]."""
+    x = jnp.asarray(1000.0 * np.arange(slots)[:, None] + np.arange(width)[None])
+    return x[:, None, None, :], -x[:, None, :, None]
+
+
+def same(pair):
+    """The numbers [S, W] of a cache whose keys and values agree."""
+    keys, values = (np.asarray(x) for x in pair)
+    np.testing.assert_array_equal(keys[:, 0, 0], -values[:, 0, :, 0])
+    return keys[:, 0, 0]
 
 
 @pytest.mark.parametrize(("start", "width"), [(3, 6), (0, 4), (5, 8), (-2, 12)])
 def test_rows_keep_their_columns_in_order_when_they_move(start, width):
     source = np.array([[2, 0], [1, 1]], np.int32)  # two shards of three slots; two of each stay
-    keys, values = decoding.arrange(numbered(6, 8), source, np.int32(start), width=width)
-    np.testing.assert_array_equal(values, -keys)
+    moved = same(decoding.arrange(numbered(6, 8), source, np.int32(start), width=width))
+    assert moved.shape == (4, width)
     for slot, old in enumerate([2, 0, 4, 4]):
         for column in range(width):
             if 0 <= start + column < 8:
-                assert float(keys[slot, column, 0, 0]) == 1000 * old + start + column
+                assert moved[slot, column] == 1000 * old + start + column
 
 
 def test_admitted_prompts_end_before_the_column_and_touch_nothing_else():
-    pair, fresh = numbered(4, 9), np.arange(2 * 4 * 3).reshape(2, 4, 3, 1, 1) + 0.5
+    fresh = np.arange(2 * 4 * 3).reshape(2, 4, 3) + 0.5
+    stacked = fresh[:, :, None, None, :], -fresh[:, :, None, :, None]
     source = np.array([[-1, 1], [0, -1]], np.int32)
-    keys, values = decoding.admit(pair, (fresh, -fresh), np.int32(1), source, np.int32(7))
-    np.testing.assert_array_equal(values, -keys)
-    expected = np.array(pair[0])
+    expected = same(numbered(4, 9)).copy()
     expected[1, 4:7], expected[2, 4:7] = fresh[1, 1], fresh[1, 2]  # the second shard's first prompt is the third of all
-    np.testing.assert_array_equal(keys, expected)
+    np.testing.assert_array_equal(same(decoding.admit(numbered(4, 9), stacked, np.int32(1), source, np.int32(7))), expected)
 
 
 prefill = jax.jit(qwen.prefill, static_argnames=("config", "dtype"))
@@ -170,8 +176,10 @@ def logits_of_every_token(prompts, tokens, padded):
         row[padded - len(prompt) + 1 :] = prompt[:-1]
     lengths = np.array([len(p) - 1 for p in prompts], np.int32)
     keys, vals = prefill(params, tiny.MODEL, rows, lengths, dtype=jnp.float32)
-    room = ((0, 0), (0, tokens.shape[1]), (0, 0), (0, 0))  # exactly as many columns as tokens: the last one fills the cache
-    cache = [(jnp.pad(keys[i], room), jnp.pad(vals[i], room)) for i in range(tiny.MODEL.num_hidden_layers)]
+    # Exactly as many columns as tokens: the last one fills the cache.
+    none, room = (0, 0), (0, tokens.shape[1])
+    keys, vals = jnp.pad(keys, (none, none, none, none, room)), jnp.pad(vals, (none, none, none, room, none))
+    cache = [(keys[i], vals[i]) for i in range(tiny.MODEL.num_hidden_layers)]
     fed = np.concatenate([[[p[-1]] for p in prompts], tokens[:, :-1]], axis=1).astype(np.int32)
     seen = []
     for t in range(tokens.shape[1]):
