@@ -151,6 +151,11 @@ class PPOConfig:
     kl_target: float = key(0.0, "KL to hold by adapting kl_coef; 0 keeps kl_coef fixed", UNSIGNED)
     kl_loss_coef: float = key(0.0, "weight of a KL term in the actor's loss", UNSIGNED)
     entropy_coef: float = key(0.0, "weight of the entropy in the actor's loss; positive keeps the policy exploring")
+    old_logprobs: str = key(
+        "recompute",
+        "where the old policy's log-probabilities come from: a scoring pass, or the sampler, of which one micro-batch is checked",
+        one_of("recompute", "rollout"),
+    )
     epochs: int = key(1, "passes over a rollout", POSITIVE)
     minibatches: int = key(4, "updates a pass; divides rollout.batch x rollout.n", POSITIVE)
     micro_tokens: int = key(8192, "tokens of one forward and backward pass; changes memory and speed only", POSITIVE)

@@ -18,6 +18,10 @@ from jax_ppo.ppo import losses, packing, update
 from jax_ppo.steps import Steps
 from jax_ppo.types import Experience, InputError, PackedBatch, Params, Prompts, Rollout, RunError, TrainState
 
+# Mean difference of probabilities up to which the sampler's log-probabilities may stand for the scored ones: above what
+# bfloat16 brings about, far below what a wrong temperature or mask does.
+TRUSTED = 0.01
+
 Clock = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -78,18 +82,13 @@ class Learner:
         """
         batches = list(self.packed(prompts, rollout, np.arange(len(scores))))
         zeros = lambda *shape: jax.device_put(jnp.zeros(shape), self._everywhere)  # noqa: E731
-        shape = rollout.tokens.shape
+        shape, mask = rollout.tokens.shape, rollout.mask
         with clock("old_log_prob"):
-            old, entropy = zeros(*shape), zeros(*shape)
-            for batch in batches:
-                old, entropy = self.steps.score_policy(self.actor.params, batch, old, entropy)
-            jax.block_until_ready(old)
+            old, entropy, checked, differences = self._old_policy(rollout, batches)
         with clock("ref"):
             reference = old
             if self.reference is not None:
-                reference, unused = zeros(*shape), zeros(*shape)
-                for batch in batches:
-                    reference, unused = self.steps.score_policy(self.reference, batch, reference, unused)
+                reference, _ = self._scored(self.reference, batches, shape)
             jax.block_until_ready(reference)
         values, after = zeros(*shape), zeros(shape[0])
         if self.critic:
@@ -98,7 +97,6 @@ class Learner:
                     values, after = self.steps.score_values(self.critic.params, batch, values, after, *self._body())
                 jax.block_until_ready(values)
         with clock("adv"):
-            mask = rollout.mask
             counted = mask & rollout.finished[:, None] if self.config.ppo.truncated == "mask" else mask
             policy = losses.aggregation_weights(jnp.asarray(counted), self.config.ppo.aggregation, norm=shape[1])
             made = self.steps.experience(
@@ -113,16 +111,44 @@ class Learner:
                 jnp.float32(kl_coef),
             )
             experience, metrics = made[0], {k: float(v) for k, v in jax.device_get(made[1]).items()}
-        probabilities = np.abs(np.exp(np.asarray(old)) - np.exp(rollout.logprobs))[mask]
         metrics |= {
-            "actor/entropy": float(np.asarray(entropy)[mask].mean()),
-            "training/rollout_probs_diff_mean": float(probabilities.mean()),
-            "training/rollout_probs_diff_max": float(probabilities.max()),
+            "actor/entropy": float(np.asarray(entropy)[checked].mean()),
+            "training/rollout_probs_diff_mean": float(differences.mean()),
+            "training/rollout_probs_diff_max": float(differences.max()),
+            "training/scored_frac": float(checked.sum() / mask.sum()),
             "perf/packing_fill": packing.fill(batches),
         }
         if self.reference is None:
             del metrics["actor/reward_kl_penalty"], metrics["actor/reward_kl_penalty_coeff"]
         return experience, metrics
+
+    def _scored(self, params: Params, batches: Sequence[PackedBatch], shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        """Log-probabilities and entropies [B, R] of the tokens in these micro-batches, 0 elsewhere."""
+        logprobs, entropy = (jax.device_put(jnp.zeros(shape), self._everywhere) for _ in range(2))
+        for batch in batches:
+            logprobs, entropy = self.steps.score_policy(params, batch, logprobs, entropy)
+        return jax.block_until_ready((logprobs, entropy))
+
+    def _old_policy(
+        self, rollout: Rollout, batches: Sequence[PackedBatch]
+    ) -> tuple[jax.Array, jax.Array, np.ndarray, np.ndarray]:
+        """Log-probabilities of the policy that sampled, [B, R]; and of the tokens that were scored: entropies [B, R], which they
+        are [B, R] bool, and by how much their probability differs from the sampler's.
+
+        Where the sampler is to be believed one micro-batch is scored to see whether it can be; if not, all are.
+        """
+        sampled, shape = self.config.ppo.old_logprobs == "rollout", rollout.tokens.shape
+        for some in [batches[:1], batches] if sampled else [batches]:
+            scored, entropy = self._scored(self.actor.params, some, shape)
+            checked = np.zeros(rollout.tokens.size, bool)
+            for batch in some:
+                source = np.asarray(batch.source)
+                checked[source[source >= 0]] = True
+            checked = checked.reshape(shape)
+            differences = np.abs(np.exp(np.asarray(scored)) - np.exp(rollout.logprobs))[checked]
+            if sampled and differences.mean() <= TRUSTED:
+                return jax.device_put(jnp.asarray(rollout.logprobs), self._everywhere), entropy, checked, differences
+        return scored, entropy, checked, differences
 
     def update(
         self,

@@ -92,6 +92,7 @@ EDGES = {
     "ppo.kl_target": ([0.0, 0.1], [-0.1]),
     "ppo.kl_loss_coef": ([0.0, 0.1], [-0.1]),
     "ppo.entropy_coef": ([0.0, 0.1, -0.1], []),
+    "ppo.old_logprobs": (["recompute", "rollout"], ["sampler"]),
     "ppo.epochs": ([1], [0]),
     "ppo.minibatches": ([1, 256], [0, -4]),
     "ppo.micro_tokens": ([1024], [0, -1]),

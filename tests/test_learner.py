@@ -10,32 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from jax.sharding import AxisType, Mesh
 
 from jax_ppo import sharding
 from jax_ppo.config import Config, DataConfig, ModelConfig, OptimConfig, PPOConfig, RolloutConfig, TrainConfig
 from jax_ppo.learner import Learner, row_shape
 from jax_ppo.models import qwen
-from jax_ppo.models.layers import QwenConfig
 from jax_ppo.steps import Steps
 from jax_ppo.types import Experience, InputError, PackedBatch, Params, Problem, Prompts, Rollout, RunError, TrainState
 
 B, LIMIT, VOCAB = 16, 24, 64
 TEMPERATURE = 0.8
-MODEL = QwenConfig(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rope_theta=10_000.0,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    attention_bias=True,
-    qk_norm=False,
-)
+MODEL = tiny.MODEL
 CONFIG = Config(
     model=ModelConfig(compute_dtype="float32"),
     data=DataConfig(max_prompt_tokens=LIMIT),
@@ -47,18 +34,7 @@ CONFIG = Config(
 )
 
 
-def redrawn(seed: int, head: str) -> Params:
-    """Parameters large enough for a mistake to show: std 0.2, norm weights around 1, biases and heads not zero."""
-    rng = np.random.default_rng(seed)
-
-    def draw(path: Any, leaf: jax.Array) -> np.ndarray:
-        norm = "norm" in jax.tree_util.keystr(path)
-        return rng.normal(norm, 0.3 if norm else 0.2, leaf.shape).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(lambda: qwen.init(jax.random.key(0), MODEL, head=head)))
-
-
-ACTOR, CRITIC, REFERENCE = redrawn(1, "lm_head"), redrawn(2, "score"), redrawn(3, "lm_head")
+ACTOR, CRITIC, REFERENCE = tiny.redrawn(1), tiny.redrawn(2, head="score"), tiny.redrawn(3)
 
 
 @jax.jit
@@ -221,6 +197,25 @@ def test_a_sampler_that_disagrees_is_seen(one: Place, data: Data) -> None:
     off = np.exp(data.logprobs[b, t]) * (1 - np.exp(-1))
     assert measured["training/rollout_probs_diff_max"] == pytest.approx(off, rel=1e-3)
     assert measured["training/rollout_probs_diff_mean"] == pytest.approx(off / data.mask.sum(), rel=0.05)
+
+
+def test_a_sampler_that_agrees_is_believed_and_another_is_not(one: Place, data: Data) -> None:
+    """One micro-batch is scored to see; where it differs, all are."""
+    config = changed(ppo={"old_logprobs": "rollout"})
+    calls: list[Any] = []
+    steps = one.with_steps(score_policy=lambda *args: calls.append(1) or one.steps.score_policy(*args))
+    with one.learner(config, steps, reference=None) as learner:
+        count = len(list(learner.packed(data.prompts, data.rollout, np.arange(B))))
+        near = dataclasses.replace(data.rollout, logprobs=data.rollout.logprobs + 1e-3 * data.mask)
+        experience, metrics = learner.experience(data.prompts, near, data.scores, 0.0)
+        np.testing.assert_array_equal(experience.old_logprobs, near.logprobs)
+        assert len(calls) == 1 < count
+        assert 0 < metrics["training/scored_frac"] < 1
+        far = dataclasses.replace(data.rollout, logprobs=np.where(data.mask, data.rollout.logprobs / 2, 0))
+        experience, metrics = learner.experience(data.prompts, far, data.scores, 0.0)
+        np.testing.assert_allclose(experience.old_logprobs, data.logprobs, atol=2e-5)
+        assert len(calls) == 1 + 1 + count
+        assert metrics["training/scored_frac"] == 1.0
 
 
 def test_kl_to_an_equal_reference_is_exactly_0(one: Place, data: Data) -> None:

@@ -8,30 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from jax.sharding import AxisType, Mesh
 
 from jax_ppo import sharding
 from jax_ppo.config import Config, ModelConfig, WarmstartConfig
 from jax_ppo.models import qwen
-from jax_ppo.models.layers import QwenConfig
 from jax_ppo.types import Params, RunError
 from jax_ppo.warmstart import warm_start
 
 VOCAB = 64
-MODEL = QwenConfig(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rope_theta=10_000.0,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=True,
-    attention_bias=True,
-    qk_norm=False,
-)
+MODEL = tiny.model(vocab_size=VOCAB, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,11 +1,14 @@
 """How fast is it, and how far from what the machine could do? One JSON line a repetition.
 
     python tools/benchmark.py rollout [--model=HF_DIR] [--workload=small|equal|ragged] [--repeat=3]
+    python tools/benchmark.py update --model=HF_DIR --data=GSM8K [--layers=4] [--micro-tokens=4096] [--repeat=3]
 
     small    16 prompts of 32 tokens, 64 new ones each, a random model of 4 layers and width 256
     equal    16, then 32 prompts of 128 random tokens, 64 new ones each, of the model in HF_DIR
     ragged   16 problems of --data (JSONL) x 4 samples, as long as they come out, at most 256 tokens, of the model in HF_DIR
     peer     the workload `ragged` through `generate` of transformers, for which torch is needed
+    update   one update of the actor on 16 problems with their solutions as responses, of random weights in the shape of the
+             model in HF_DIR: packed, and then as one sequence a row of 1,536 tokens, in turns
 
 The floor is the time that the matrix products of the workload would take at the rate measured for that number of rows, or
 the reading of the weights at the measured bandwidth, whichever is longer, token by token; everything else would be free.
@@ -13,6 +16,7 @@ Compare programs only within one sitting, in turns, by the ratio of their median
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import time
@@ -30,9 +34,10 @@ from jax_ppo.config import Config, ModelConfig, RolloutConfig
 from jax_ppo.data import dataset, prompts
 from jax_ppo.models import hf, qwen
 from jax_ppo.models.layers import QwenConfig
+from jax_ppo.ppo import packing
 from jax_ppo.rollout.engine import Engine
 from jax_ppo.steps import Steps
-from jax_ppo.types import Params, Problem, Prompts, Rollout
+from jax_ppo.types import Experience, Params, Problem, Prompts, Rollout
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 SMALL = QwenConfig(
@@ -191,6 +196,61 @@ def rollout(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 }
 
 
+def update(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One update of the actor, packed and padded, with the share of the product rate that useful flops reach.
+
+    Useful are 6 x parameters of the matrices x real tokens, and the products of attention within each sequence; what
+    rematerialisation computes again is not.
+    """
+    count, padded_to, limit = 16, 1536, 512
+    tokenizer, problems, prompt_tokens = gsm8k(arguments)
+    answers = [prompts.encode_solution(tokenizer, p.solution, 0)[:limit] for p in problems]
+    lengths = np.array([len(a) for a in answers], np.int32)
+    responses = np.stack([np.pad(a, (0, limit - len(a))) for a in answers])
+    model = dataclasses.replace(hf.load_config(arguments.model), num_hidden_layers=arguments.layers)
+    config = Config(rollout=RolloutConfig(batch=count, max_response_tokens=limit))
+    mesh, rng = sharding.make_mesh(1, -1, 1), np.random.default_rng(0)
+    with jax.set_mesh(mesh):
+        steps = Steps(config, model, None, mesh)
+        machine = Machine(steps.actor.dtype)
+        state = steps.actor.start(jax.device_put(qwen.init(jax.random.key(0), model), steps.actor.shardings))
+        mask = (np.arange(limit)[None] < lengths[:, None]).astype(np.float32)
+        noise = [jnp.asarray(rng.normal(size=mask.shape) * mask, jnp.float32) for _ in range(5)]
+        experience = Experience(jnp.asarray(mask), jnp.asarray(mask), *noise)
+        length = -(-(max(map(len, prompt_tokens)) + limit) // 8) * 8
+        everything = np.arange(count)
+        packed = packing.layout(
+            prompt_tokens, responses, lengths, everything, rows=max(arguments.micro_tokens // length, 1), row_length=length
+        )
+        alone = [packing.layout(prompt_tokens, responses, lengths, [b], rows=1, row_length=padded_to)[0] for b in everything]
+        some = max(arguments.micro_tokens // padded_to, 1)
+        padded = [jax.tree.map(lambda *x: np.concatenate(x), *alone[i : i + some]) for i in range(0, count, some)]
+        tokens = np.array([len(p) for p in prompt_tokens]) + lengths
+        matrices = sum(math.prod(x.shape) for x in jax.tree.leaves(steps.actor.shapes) if len(x.shape) > 1)
+        heads = model.num_attention_heads * model.head_dim * model.num_hidden_layers
+        flops = 6 * matrices * int(tokens.sum()) + 6 * 2 * heads * int((tokens.astype(np.int64) ** 2).sum()) / 2
+        total = jnp.float32(lengths.sum())
+        for repetition in range(arguments.repeat + 1):
+            for name, batches in (("packed", packed), ("padded", padded)):
+                start = time.perf_counter()
+                grads = steps.actor.zeros(state.params)
+                for batch in batches:
+                    grads, _ = steps.update_actor(state.params, grads, batch, experience, total, total)
+                state, _ = steps.actor.apply(state, grads)
+                jax.block_until_ready(state.params)
+                took = time.perf_counter() - start
+                if repetition:
+                    yield {
+                        "update": name,
+                        "tokens": int(tokens.sum()),
+                        "fill": packing.fill(batches),
+                        "micro_batches": len(batches),
+                        "s": took,
+                        "tokens_per_s": int(tokens.sum()) / took,
+                        "share_of_product_rate": flops / took / machine.rate(1024),
+                    }
+
+
 def peer(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The ragged workload through transformers."""
     import torch
@@ -232,14 +292,16 @@ def peer(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Parses the command line and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rollout", "peer"])
+    parser.add_argument("what", choices=["rollout", "update", "peer"])
     parser.add_argument("--model", type=Path, help="Hugging Face directory")
     parser.add_argument("--data", default="", help="directory or JSONL of GSM8K")
     parser.add_argument("--workload", choices=["small", "equal", "ragged"], default="small")
     parser.add_argument("--segment", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--micro-tokens", type=int, default=4096)
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
-    for line in {"rollout": rollout, "peer": peer}[arguments.what](arguments):
+    for line in {"rollout": rollout, "update": update, "peer": peer}[arguments.what](arguments):
         print(json.dumps(line), flush=True)
 
 

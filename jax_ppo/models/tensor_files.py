@@ -151,10 +151,14 @@ def write(
             # C order, because the writer dumps memory as it lies and a transposed view would come back as another matrix.
             arrays[name] = np.ascontiguousarray(np.asarray(tensors[name].fetch()).astype(dtype))
             progress(1)
+        target = directory / file
+        target.touch()
+        mode = target.stat().st_mode  # what the user's mask gives; the writer would leave a file that nobody else can read
         try:
-            save_file(arrays, directory / file, metadata={"format": "pt"})
+            save_file(arrays, target, metadata={"format": "pt"})
+            target.chmod(mode)
         except SafetensorError as error:
-            raise OSError(f"{directory / file}: {error}") from None
+            raise OSError(f"{target}: {error}") from None
     if count > 1:
         index = {
             "metadata": {"total_size": sum(t.size for t in tensors.values()) * dtype.itemsize},

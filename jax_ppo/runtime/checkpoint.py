@@ -196,23 +196,41 @@ def restore_params(
     _quiet()
     folder = (workdir / FOLDER).absolute()
     skipped: list[str] = []
-    checkpointer = ocp.PyTreeCheckpointer()
     steps = sorted((int(p.name) for p in folder.glob("*") if p.name.isdigit()), reverse=True)
     if iteration is not None and iteration not in steps:
         raise InputError(f"{folder}: no checkpoint {iteration}; there are {', '.join(map(str, steps[::-1])) or 'none'}")
     for step in steps if iteration is None else [iteration]:
-        path = folder / str(step) / item
         try:
-            stored = _matching(params, checkpointer.metadata(path).item_metadata.tree["params"])
-            wanted = {"params": params if cast else stored}
-            restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
-            args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
-            return step, checkpointer.restore(path, args=args)["params"], skipped
+            return step, _read(folder / str(step), item, params, cast=cast), skipped
         except Exception as error:  # a broken file can fail in any layer below
             there = [name for name in ("actor", "critic") if (folder / str(step) / name).is_dir()]
             why = _line(error) if item in there or not there else f"it has no {item}, only a {there[0]}"
             skipped.append(f"checkpoint {step} is broken: {why}")
     raise InputError(f"{folder}: no checkpoint can be read: {'; '.join(skipped)}" if skipped else f"{folder}: no checkpoint yet")
+
+
+def _read(step: Path, item: str, params: Params, *, cast: bool) -> Params:
+    """The parameters of one network of a checkpoint."""
+    checkpointer = ocp.PyTreeCheckpointer()
+
+    def read(item: str, params: Params, stored: Params) -> Params:
+        wanted = {"params": params if cast else _matching(params, stored)}
+        restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+        args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
+        found: Params = checkpointer.restore(step / item, args=args)["params"]
+        return found
+
+    stored = checkpointer.metadata(step / item).item_metadata.tree["params"]
+    if item == "critic" and "model" not in stored:
+        # A head on the actor: its trunk is in the actor's item.
+        trunk = checkpointer.metadata(step / "actor").item_metadata.tree["params"]["model"]
+        _matching(params, {"model": trunk, **stored})
+        return {
+            **read("actor", {"model": params["model"]}, {"model": trunk}),
+            **read("critic", {"score": params["score"]}, stored),
+        }
+    _matching(params, stored)
+    return read(item, params, stored)
 
 
 def _matching(params: Params, stored: Any) -> Params:

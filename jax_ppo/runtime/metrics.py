@@ -76,6 +76,7 @@ _MEANINGS = {
     "training/updates": "optimizer updates of the actor so far",
     "training/truncated_frac": "share of responses without an end token",
     "training/rollout_probs_diff_{mean,max}": "|probability when sampled - probability recomputed| of a token",
+    "training/scored_frac": "share of tokens that were scored again; below 1 where the sampler's log-probabilities are taken",
     "training/first_ratio_dev_max": "largest |ratio - 1| in the first minibatch: 0 but for rounding",
     "val-core/DATASET/acc/mean@1": "held-out accuracy, greedy, by the run's own scoring rule",
     "val-core/DATASET/acc_flexible/mean@1": "the same responses by the rule `flexible`",

@@ -148,3 +148,16 @@ def test_the_backward_pass_keeps_no_scores():
     )
     kept = sum(x.size for x in jax.tree.leaves(backward))
     assert 0 < kept < attention.BLOCK * length / 4
+
+
+def test_a_cache_is_attended_to_like_any_keys():
+    """Whatever stands in the columns that are not live."""
+    rng = np.random.default_rng(0)
+    rows, kv, group, size, width = 3, 2, 3, 8, 12
+    q = rng.normal(size=(rows, kv, group, size)).astype(np.float32)
+    k, v = rng.normal(size=(2, rows, kv, width, size)).astype(np.float32)
+    live = np.array([[2 <= w < 7 for w in range(width)], [w == 3 for w in range(width)], [True] * width])
+    dead = ~live[:, None, :, None]
+    there = attention.attend_cache(q, np.where(dead, 1e4, k).swapaxes(2, 3), np.where(dead, -1e4, v), live)
+    expected = attention.attend(q[:, None], k.swapaxes(1, 2), v.swapaxes(1, 2), live[:, None])
+    np.testing.assert_allclose(there, expected[:, 0], atol=1e-5)

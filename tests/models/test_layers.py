@@ -7,23 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
-from jax_ppo.models.layers import QwenConfig, RMSNorm, Yarn, rotary, rotary_frequencies, rotate
+from jax_ppo.models.layers import RMSNorm, Yarn, rotary, rotary_frequencies, rotate
 
-CONFIG = QwenConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=True,
-    attention_bias=True,
-    qk_norm=False,
-)
+CONFIG = tiny.model(rope_theta=1e6, tie_word_embeddings=True)
 LONG = Yarn(factor=4.0, original_max_position_embeddings=32768)
 
 

@@ -1,6 +1,7 @@
 """Files that are missing, damaged or at odds are refused in one line; what is written comes back, also in shards."""
 
 import json
+import os
 from pathlib import Path
 
 import ml_dtypes
@@ -200,6 +201,15 @@ def test_shards_hold_at_most_their_size(tmp_path, monkeypatch):
     with TensorFiles(tmp_path) as files:
         for name, x in arrays.items():
             np.testing.assert_array_equal(files.slice(name)[:], x)
+
+
+def test_others_may_read_what_the_users_mask_allows(tmp_path):
+    before = os.umask(0o022)
+    try:
+        write(tensors((4, 4)), np.float32, tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 def test_one_file_has_no_index(tmp_path):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from jax_ppo.models import qwen
 from jax_ppo.models.layers import QwenConfig
@@ -26,34 +27,6 @@ OPTIONS = {
     "kl_loss_coef": 0.0,
     "kl_kind": "k3",
 }
-
-
-def model(tied: bool = False) -> QwenConfig:
-    return QwenConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rope_theta=10_000.0,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=tied,
-        attention_bias=True,
-        qk_norm=False,
-    )
-
-
-def redrawn(seed: int, config: QwenConfig, head: str) -> Params:
-    """Parameters large enough for a mistake to show: std 0.2, norm weights around 1, biases and heads not zero."""
-    rng = np.random.default_rng(seed)
-
-    def draw(path: Any, leaf: jax.Array) -> np.ndarray:
-        norm = "norm" in jax.tree_util.keystr(path)
-        return rng.normal(norm, 0.3 if norm else 0.2, leaf.shape).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(lambda: qwen.init(jax.random.key(0), config, head=head)))
 
 
 def forward(params: Params, batch: PackedBatch, *, config: QwenConfig) -> jax.Array:
@@ -156,8 +129,8 @@ def assert_close(ours: Params, theirs: Params) -> None:
 def test_actor_gradient_against_one_sequence_at_a_time(
     options: dict[str, Any], mode: str, tied: bool, shapes: list[tuple[int, int]], data: Sequences
 ) -> None:
-    config = model(tied)
-    params = redrawn(1, config, "lm_head")
+    config = tiny.model(tie_word_embeddings=tied)
+    params = tiny.redrawn(1, config)
     experience = experience_of(data, params, config, mode)
     given = OPTIONS | options
     count = data.lengths.sum() if mode == "token-mean" else B
@@ -215,9 +188,9 @@ def check_policy_metrics(
 
 
 def test_critic_gradient_against_one_sequence_at_a_time(data: Sequences) -> None:
-    config = model()
-    params = redrawn(2, config, "score")
-    experience = experience_of(data, redrawn(1, config, "lm_head"), config)
+    config = tiny.MODEL
+    params = tiny.redrawn(2, config, "score")
+    experience = experience_of(data, tiny.redrawn(1, config), config)
 
     def plain(params: Params, b: jax.Array, tokens: jax.Array, before: jax.Array, n: jax.Array) -> jax.Array:
         ones = jnp.ones(tokens.shape, jnp.int32)
@@ -245,8 +218,8 @@ def test_critic_gradient_against_one_sequence_at_a_time(data: Sequences) -> None
 
 
 def test_supervised_gradient_against_one_sequence_at_a_time(data: Sequences) -> None:
-    config = model()
-    params = redrawn(3, config, "lm_head")
+    config = tiny.MODEL
+    params = tiny.redrawn(3, config)
 
     def plain(params: Params, tokens: jax.Array, before: jax.Array, targets: jax.Array, n: jax.Array) -> jax.Array:
         logprobs = jax.nn.log_softmax(qwen.logits(params, config, tokens)[0])[before, targets]
@@ -264,8 +237,8 @@ def test_supervised_gradient_against_one_sequence_at_a_time(data: Sequences) -> 
 
 def test_rows_without_policy_tokens_change_nothing(data: Sequences) -> None:
     """A micro-batch of masked sequences only: no loss, no gradient, and no metric that a minimum or a mean would notice."""
-    config = model()
-    params = redrawn(1, config, "lm_head")
+    config = tiny.MODEL
+    params = tiny.redrawn(1, config)
     experience = experience_of(data, params, config)
     experience = experience.replace(policy=experience.policy.at[:8].set(0.0))
     counted = float(data.lengths[8:].sum())

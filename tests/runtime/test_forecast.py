@@ -7,30 +7,17 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+import tiny
 from jax.sharding import AxisType
 from rich.console import Console
 
 from jax_ppo import sharding
 from jax_ppo.config import default_config, resolve
-from jax_ppo.models.layers import QwenConfig
 from jax_ppo.runtime import forecast
 from jax_ppo.runtime.display import start_table
 from jax_ppo.steps import Steps
 
-MODEL = QwenConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rope_theta=1e4,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    attention_bias=True,
-    qk_norm=False,
-)
+MODEL = tiny.MODEL
 MESHES = [(1, 1, 1), (1, 8, 1), (2, 2, 2)]
 
 

@@ -150,6 +150,14 @@ def test_a_critic_of_another_shape_is_exported_by_its_own_description(convert, t
     assert_same_bytes(tmp_path / "expected", tmp_path / "critic")
 
 
+def test_a_head_on_the_actor_is_exported_with_its_trunk(convert, tmp_path):
+    actor, head = tiny.redrawn(1), {"score": tiny.redrawn(2, head="score")["score"]}
+    workdir = run_of(tmp_path / "run", actor, head)
+    converted(convert, "export", workdir, tmp_path / "critic", "--which=critic", "--dtype=float32")
+    hf.save_params({"model": actor["model"], **head}, tiny.MODEL, tmp_path / "expected", dtype="float32")
+    assert_same_bytes(tmp_path / "expected", tmp_path / "critic")
+
+
 def test_the_newest_whole_checkpoint_or_a_certain_one(convert, tmp_path, capsys):
     critic = tiny.redrawn(0, head="score")
     for seed in (1, 2, 3):
