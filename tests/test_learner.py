@@ -206,7 +206,7 @@ def test_a_sampler_that_agrees_is_believed_and_another_is_not(one: Place, data: 
     steps = one.with_steps(score_policy=lambda *args: calls.append(1) or one.steps.score_policy(*args))
     with one.learner(config, steps, reference=None) as learner:
         count = len(list(learner.packed(data.prompts, data.rollout, np.arange(B))))
-        near = dataclasses.replace(data.rollout, logprobs=data.rollout.logprobs + 1e-3 * data.mask)
+        near = dataclasses.replace(data.rollout, logprobs=data.rollout.logprobs + np.float32(1e-3) * data.mask)
         experience, metrics = learner.experience(data.prompts, near, data.scores, 0.0)
         np.testing.assert_array_equal(experience.old_logprobs, near.logprobs)
         assert len(calls) == 1 < count

@@ -151,6 +151,24 @@ def test_one_device_or_eight(straight, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)])
+def test_a_run_continues_on_another_mesh(straight, tmp_path, sizes):
+    """Two iterations on eight devices that split the weights, two on other ones."""
+    train.run(miniature(iterations=2), tmp_path)
+    saved = weights(tmp_path, miniature())
+    devices = jax.devices()[: np.prod(sizes)]
+    mesh = jax.make_mesh(sizes, sharding.AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    prepared = dataclasses.replace(job.prepare(miniature(), tmp_path), mesh=mesh)
+    with jax.set_mesh(mesh), train.Display(4) as display:
+        trainer = train.Trainer(prepared, display)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.learner.actor.params), saved)
+        trainer.train([])
+    for other, usual in zip(steady(tmp_path)[3:], steady(straight)[3:], strict=True):
+        for name in other:
+            assert other[name] == pytest.approx(usual[name], rel=1e-3, abs=2e-5), name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "trunk"])
 def test_a_run_without_a_critic_or_with_a_head_alone_continues(kind, tmp_path):
     def cfg(iterations):

@@ -154,9 +154,9 @@ class Engine:
 
 
 def ladder(low: int, high: int) -> list[int]:
-    """Sizes that double from `low`, the last one being `high`."""
+    """Sizes that double from `low`, and `high`; none so close below it that it is not worth a program."""
     sizes = []
-    while low < high:
+    while 1.3 * low <= high:
         sizes.append(low)
         low *= 2
     return [*sizes, high]

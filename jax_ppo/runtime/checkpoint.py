@@ -221,7 +221,7 @@ def _read(step: Path, item: str, params: Params, *, cast: bool) -> Params:
         return found
 
     stored = checkpointer.metadata(step / item).item_metadata.tree["params"]
-    if item == "critic" and "model" not in stored:
+    if item == "critic" and "model" in params and "model" not in stored:
         # A head on the actor: its trunk is in the actor's item.
         trunk = checkpointer.metadata(step / "actor").item_metadata.tree["params"]["model"]
         _matching(params, {"model": trunk, **stored})

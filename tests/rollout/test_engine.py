@@ -306,7 +306,8 @@ def test_the_prefill_holds_no_logits(alone):
 
 def test_sizes_come_from_short_ladders():
     assert ladder(32, 256) == [32, 64, 128, 256]
-    assert ladder(32, 40) == [32, 40]
+    assert ladder(32, 40) == [40]
+    assert ladder(32, 48) == [32, 48]
     assert ladder(40, 40) == [40]
     programs: Any = None
     engine = Engine(programs, 4, 256, 200, 512, 64, (0,), 0)
