@@ -140,11 +140,10 @@ class Learner:
         sampled, shape = self.config.ppo.old_logprobs == "rollout", rollout.tokens.shape
         for some in [batches[:1], batches] if sampled else [batches]:
             scored, entropy = self._scored(self.actor.params, some, shape)
-            checked = np.zeros(rollout.tokens.size, bool)
+            checked = np.zeros(shape, bool)
             for batch in some:
                 source = np.asarray(batch.source)
-                checked[source[source >= 0]] = True
-            checked = checked.reshape(shape)
+                checked.reshape(-1)[source[source >= 0]] = True
             differences = np.abs(np.exp(np.asarray(scored)) - np.exp(rollout.logprobs))[checked]
             if sampled and differences.mean() <= TRUSTED:
                 return jax.device_put(jnp.asarray(rollout.logprobs), self._everywhere), entropy, checked, differences
