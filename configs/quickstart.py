@@ -24,7 +24,7 @@ def get_config():
     config.ppo.kl_coef = 0.01
     config.ppo.minibatches = 2
     config.ppo.micro_tokens = 6400
-    config.actor_optim.lr = 5e-4
+    config.actor_optim.lr = 2e-4
     config.critic_optim.lr = 1e-3
     config.train.iterations = 30
     config.eval.every = 5

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jax_ppo.runtime import metrics
@@ -23,6 +24,11 @@ def accuracies(workdir):
     return {r["iteration"]: r["val-core/builtin/acc/mean@1"] for r in metrics.read(workdir) if "val-core/builtin/acc/mean@1" in r}
 
 
+def sampled(workdir):
+    """Mean score of the sampled responses, by iteration, from 1. A control that shuffles scores leaves their mean what it is."""
+    return [r["critic/score/mean"] for r in metrics.read(workdir)[1:]]
+
+
 @pytest.mark.slow
 def test_quickstart_learns_from_its_reward(tmp_path):
     run(["-m", "jax_ppo.main"], tmp_path / "run", 20)
@@ -33,7 +39,11 @@ def test_quickstart_learns_from_its_reward(tmp_path):
     start = (f"--config.model.path={tmp_path / 'run' / 'model'}", "--config.warmstart.steps=0")
     run(["tools/control.py"], tmp_path / "control", 10, *start)
     assert accuracies(tmp_path / "control")[0] == before
-    assert accuracies(tmp_path / "control")[10] - before <= 0.1
+    # What is sampled shows the whole policy. The greedy answer is no measure here: half of the templates stand on the edge
+    # between right and wrong, and noise tips them either way.
+    scores, control = sampled(tmp_path / "run"), sampled(tmp_path / "control")
+    assert np.mean(scores[15:]) - np.mean(scores[:2]) >= 0.25
+    assert np.mean(control[5:]) - np.mean(control[:2]) <= 0.1
     # Kilobytes of the largest child.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= 4 * 2**20
     result = json.loads((tmp_path / "run" / "eval" / "000020.json").read_text())

@@ -77,7 +77,7 @@ def check_lambda(seed: int, lam: float) -> np.ndarray:
     Returns how often the policy meets the target at each position; it began with 0.25 everywhere.
     """
     shares = np.array([0.25, 0.25, 0.5])
-    game = Game(seed, 16, actor=2e-3, critic=OptimConfig(lr=0.0), shares=shares, lam_actor=lam)
+    game = Game(seed, 24, actor=1e-3, critic=OptimConfig(lr=0.0), shares=shares, lam_actor=lam)
     game.run()
     met = game.hits(game.play(FRESH)).mean(axis=0)
     assert met[-1] > 0.85, f"the last token meets its target in {met[-1]:.2f} of all responses"

@@ -145,7 +145,7 @@ def test_gradient_is_the_slope(untied, monkeypatch, method, remat):
 LENGTHS = np.array([1, 2, 3, 5, 8, 11, 12, 12], np.int32)
 NEW = 8
 
-prefill = jax.jit(qwen.prefill, static_argnames=("config", "width", "dtype", "method"))
+prefill = jax.jit(qwen.prefill, static_argnames=("config", "dtype", "method"))
 decode = jax.jit(qwen.decode, static_argnames=("config", "dtype"))
 decode_weights = jax.jit(qwen.decode_weights, static_argnames=("config", "dtype"))
 
@@ -154,12 +154,16 @@ def decoded(params, config, tokens, prompt_width, width, dtype=jnp.float32):
     """Logits [B, NEW + 1, V] after the prompt and after each of NEW given tokens."""
     prompts = np.full((len(LENGTHS), prompt_width), 63, np.int32)
     for row, length in enumerate(LENGTHS):
-        prompts[row, prompt_width - length :] = tokens[row, :length]
-    logits, cache = prefill(params, config, prompts, LENGTHS, width=width, dtype=dtype)
-    assert all(x.shape == (8, width, 2, config.head_dim) and x.dtype == dtype for pair in cache for x in pair)
-    weights, results = decode_weights(params, config, dtype), [logits]
-    for step in range(NEW):
-        read = LENGTHS + step
+        prompts[row, prompt_width - length + 1 :] = tokens[row, : length - 1]
+    keys, vals = prefill(params, config, prompts, LENGTHS - 1, dtype=dtype)
+    # The first token decoded is the last one of the prompt.
+    none, room = (0, 0), (0, width - prompt_width)
+    keys, vals = jnp.pad(keys, (none, none, none, none, room)), jnp.pad(vals, (none, none, none, room, none))
+    assert keys.shape == (config.num_hidden_layers, 8, 2, config.head_dim, width) and keys.dtype == vals.dtype == dtype
+    cache = [(keys[i], vals[i]) for i in range(config.num_hidden_layers)]
+    weights, results = decode_weights(params, config, dtype), []
+    for step in range(NEW + 1):
+        read = LENGTHS - 1 + step
         token = tokens[np.arange(len(LENGTHS)), read]
         logits, cache = decode(weights, config, token, read, prompt_width + step, cache, dtype=dtype)
         results.append(logits)
@@ -181,12 +185,12 @@ def test_cached_decoding_is_the_full_forward(model):
     params, config, _ = model
     tokens = given_tokens()
     expected = after_prompts(np.concatenate([full(params, config, tokens[i : i + ROWS]) for i in range(0, 8, ROWS)]))
-    assert error(decoded(params, config, tokens, 12, 12 + NEW), expected) < LIMIT
+    assert error(decoded(params, config, tokens, 12, 12 + NEW + 1), expected) < LIMIT
 
 
 def test_wider_batch_and_cache_change_nothing(untied):
     tokens = given_tokens()
-    tight, wide = (decoded(*untied, tokens, prompts, width) for prompts, width in ((12, 12 + NEW), (16, 32)))
+    tight, wide = (decoded(*untied, tokens, prompts, width) for prompts, width in ((12, 12 + NEW + 1), (16, 32)))
     assert error(wide, tight) < LIMIT
 
 
@@ -198,7 +202,7 @@ def test_bfloat16_decoding_is_close_to_the_bfloat16_forward(untied):
     run = partial(qwen.hidden_states, config=config, dtype=jnp.bfloat16)
     hidden, _ = jax.jit(run)(narrow, tokens=tokens, positions=positions, segment_ids=np.ones_like(tokens))
     expected = after_prompts(np.asarray(hidden.astype(jnp.float32) @ qwen.unembedding(narrow).astype(jnp.float32)))
-    result = decoded(narrow, config, tokens, 12, 12 + NEW, jnp.bfloat16)
+    result = decoded(narrow, config, tokens, 12, 12 + NEW + 1, jnp.bfloat16)
     assert result.dtype == np.float32
     assert np.sqrt(np.mean((result - expected) ** 2)) < 0.05 * expected.std()
 
@@ -222,7 +226,7 @@ def test_prefill_builds_no_logits_of_the_prompt(golden, tied):
     params = jax.eval_shape(lambda: qwen.init(jax.random.key(0), config))
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    compiled = prefill.lower(params, config, ids, lengths, width=length, dtype=jnp.float32).compile()
+    compiled = prefill.lower(params, config, ids, lengths, dtype=jnp.float32).compile()
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < batch * length * vocabulary * 4 / 2
 
