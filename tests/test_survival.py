@@ -23,8 +23,6 @@ from jax_ppo.steps import Steps
 ROOT = Path(__file__).parents[1]
 DEATHS = 10
 CONFIG = f"""
-import sys
-sys.path.insert(0, {str(ROOT / "tests")!r})
 from jax_ppo.config import default_config
 
 

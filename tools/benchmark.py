@@ -32,10 +32,10 @@ import numpy as np
 from jax_ppo import sharding
 from jax_ppo.config import Config, ModelConfig, RolloutConfig
 from jax_ppo.data import dataset, prompts
+from jax_ppo.evaluate import make_engine
 from jax_ppo.models import hf, qwen
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.ppo import packing
-from jax_ppo.rollout.engine import Engine
 from jax_ppo.steps import Steps
 from jax_ppo.types import Experience, Params, Problem, Prompts, Rollout
 
@@ -171,8 +171,7 @@ def rollout(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             steps = Steps(config, work.model, None, mesh)
             machine = Machine(steps.actor.dtype)
             params = jax.device_put(work.params, steps.actor.shardings)
-            size, shards = min(config.rollout.segment, work.limit), sharding.row_shards(mesh)
-            engine = Engine(steps.rollout, shards, -(-count // shards) * shards, width, work.limit, size, work.ends, 0)
+            engine = make_engine(config, steps, prompt_width=width, end_ids=work.ends, pad_id=0)
             weights = steps.decode_weights(params)
             start = time.perf_counter()
             engine.compile(params, weights)

@@ -11,7 +11,7 @@ devices and change their dtype only where they are written. Both directions writ
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -87,18 +87,10 @@ def places(config: QwenConfig, which: str) -> tuple[Params, Params]:
     return shapes, sharding.parameter_specs(shapes, sharding.make_mesh(1, -1, 1))
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line like those of everything else here."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises what is wrong, with the usage."""
-        raise InputError(f"{message}; {' '.join(self.format_usage().split())}")
-
-
 def parse(words: list[str]) -> dict[str, Any]:
     """The command line, as `command` and the arguments of its function."""
     about, *details = (__doc__ or "").splitlines()
-    parser = Parser(description=about, epilog="\n".join(details), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.Parser(description=about, epilog="\n".join(details), formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{import,export}")
     for name, source, target in (("import", "HF_DIR", "CKPT_DIR"), ("export", "CKPT_DIR", "HF_DIR")):
         command = commands.add_parser(name, help=f"{source} -> {target}")

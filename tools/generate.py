@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,14 +28,6 @@ from jax_ppo.runtime import cli
 from jax_ppo.runtime.display import Display
 from jax_ppo.steps import Steps
 from jax_ppo.types import InputError, Problem, Prompts
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line like those of everything else here."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises what is wrong."""
-        raise InputError(f"{message}; --help says more")
 
 
 class Writer:
@@ -170,7 +162,7 @@ def checked(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
 
 def main(argv: Sequence[str]) -> int:
     """Parses the command line and generates; returns the exit code."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--checkpoint", required=True, help="workdir of a run, one of its checkpoints, or a Hugging Face directory"
     )

@@ -252,7 +252,7 @@ class _Run:
         """
         engine, programs, shards = self.engine, self.engine.programs, self.engine.shards
         live = self.live
-        reach = max(int((self._lengths(live)).max()), prompt_width)
+        reach = max(int(self._lengths(live).max()), prompt_width)
         room = min(engine.size, self.limit - int(self.counts[live].min()))
         width = fitting(engine.widths, min(reach + room, engine.widths[-1]))
         seats = (self.holder.reshape(shards, -1) != FREE).sum(axis=1)

@@ -1,5 +1,6 @@
 """The command line: flags to configuration, and mistakes to one line and an exit code."""
 
+import argparse
 import dataclasses
 import difflib
 import inspect
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_collections
 from absl import flags
@@ -48,6 +49,14 @@ def main(
         sys.stdout.write(help_page(module, strings or {}))
         return 0
     return exit_code(lambda: job(*parse(argv, module=module, strings=strings or {})))
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser for small tools whose errors are one line, like those of everything else here."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises an `InputError` of what is wrong, with the usage."""
+        raise InputError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
 def exit_code(work: Callable[[], Any]) -> int:
