@@ -1,9 +1,9 @@
 """The quickstart itself: it learns what it promises, within the memory it promises, and it is the reward that teaches."""
 
 import json
-import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,19 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(program, workdir, iterations, *flags):
-    """One process, as a user starts it."""
+    """One process, as a user starts it. Returns its largest resident memory in bytes, where the system tells.
+
+    `getrusage` would not do: a child inherits the peak of the process that started it, here of all tests before this one.
+    """
     command = [sys.executable, *program, "--config=configs/quickstart.py", f"--workdir={workdir}"]
-    subprocess.run([*command, f"--config.train.iterations={iterations}", *flags], cwd=ROOT, check=True)
+    process, peak = subprocess.Popen([*command, f"--config.train.iterations={iterations}", *flags], cwd=ROOT), 0
+    status = Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        lines = status.read_text().splitlines() if status.exists() else []
+        peak = max([peak, *(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))])
+        time.sleep(0.2)
+    assert process.returncode == 0
+    return peak
 
 
 def accuracies(workdir):
@@ -31,7 +41,7 @@ def sampled(workdir):
 
 @pytest.mark.slow
 def test_quickstart_learns_from_its_reward(tmp_path):
-    run(["-m", "jax_ppo.main"], tmp_path / "run", 20)
+    peak = run(["-m", "jax_ppo.main"], tmp_path / "run", 20)
     before, after = (accuracies(tmp_path / "run")[i] for i in (0, 20))
     assert after >= 0.9
     assert after - before >= 0.3
@@ -44,7 +54,7 @@ def test_quickstart_learns_from_its_reward(tmp_path):
     scores, control = sampled(tmp_path / "run"), sampled(tmp_path / "control")
     assert np.mean(scores[15:]) - np.mean(scores[:2]) >= 0.25
     assert np.mean(control[5:]) - np.mean(control[:2]) <= 0.1
-    # Kilobytes of the largest child.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= 4 * 2**20
+    assert peak <= 4 * 2**30
+    assert peak > 0 or sys.platform != "linux"
     result = json.loads((tmp_path / "run" / "eval" / "000020.json").read_text())
     assert result["count"] == 500
