@@ -6,57 +6,47 @@ refuses what cannot work, with one line that names the key, its value and what i
 """
 
 import dataclasses
-import difflib
 import functools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_collections
 
+from jax_ppo import schema
+from jax_ppo.schema import (
+    ABOVE_ZERO,
+    DECAY,
+    DEVICES,
+    DUAL,
+    FILLED,
+    FRACTION,
+    INSIDE,
+    POSITIVE,
+    UNSIGNED,
+    Key,
+    Rule,
+    at_least,
+    key,
+    one_of,
+)
 from jax_ppo.types import InputError
 
-
-class Rule(NamedTuple):
-    """What values a key takes: a test, and the same in words that continue "must be a number, ..."."""
-
-    test: Callable[[Any], bool]
-    words: str
-
-
-def at_least(low: float) -> Rule:
-    """low <= value."""
-    return Rule(lambda v: v >= low, f"at least {low}")
-
-
-def one_of(*choices: str) -> Rule:
-    """One of a few words."""
-    return Rule(lambda v: v in choices, f"one of {', '.join(choices)}")
-
-
-KINDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
-
-POSITIVE, UNSIGNED = at_least(1), at_least(0)
-ABOVE_ZERO = Rule(lambda v: v > 0, "above 0")
-FRACTION = Rule(lambda v: 0 <= v <= 1, "between 0 and 1")
-DECAY = Rule(lambda v: 0 <= v < 1, "at least 0 and below 1")
-INSIDE = Rule(lambda v: 0 < v < 1, "between 0 and 1, both excluded")
-DUAL = Rule(lambda v: v == 0 or v > 1, "0 or above 1")
-FILLED = Rule(bool, "not empty")
-DEVICES = Rule(lambda v: v >= 1 or v == -1, "at least 1, or -1 (the rest of the devices)")
 UNTRUNCATED = "(a truncated distribution would be sampled but another one trained)"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def key(default: Any, meaning: str, rule: Rule | None = None) -> Any:
-    """Declares a key.
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on frozen weights, for actor and critic (arXiv 2106.09685). The critic's head is trained whole."""
 
-    Args:
-      default: its value where a config says nothing; its type is the type of the key.
-      meaning: for the reader of --help.
-      rule:    what is allowed, beside the type and being finite.
-    """
-    return field(default=default, metadata={"meaning": meaning, "rule": rule})
+    rank: int = key(0, "r: columns of A and rows of B in W + alpha / r x A B; 0 trains the weights themselves", UNSIGNED)
+    alpha: float = key(32.0, "scale of the adapters, divided by the rank", ABOVE_ZERO)
+    targets: str = key(
+        ",".join(PROJECTIONS),
+        "the projections that are adapted, separated by commas",
+        Rule(lambda v: {*v.split(",")} <= {*PROJECTIONS}, f"some of {', '.join(PROJECTIONS)}, with commas between"),
+    )
 
 
 @dataclass(frozen=True)
@@ -78,6 +68,7 @@ class ModelConfig:
         one_of("auto", "full", "blockwise"),
     )
     remat: bool = key(True, "compute the activations of a layer again in the backward pass instead of keeping them")
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True)
@@ -296,7 +287,7 @@ class Config:
         return self.train.iterations * self.updates_per_iteration
 
 
-def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+def to_dict(config: Config) -> dict[str, Any]:
     """The configuration as nested plain values, as `WORKDIR/config.json` stores it."""
     return dataclasses.asdict(config)
 
@@ -306,81 +297,10 @@ def default_config() -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(to_dict(Config()))
 
 
-class Key(NamedTuple):
-    """What is known of a key: its default, its meaning, and the words for its type and for what else it must be, or ""."""
-
-    default: Any
-    meaning: str
-    kind: str
-    rule: str
-
-    @property
-    def allowed(self) -> str:
-        """Type and rule as one phrase."""
-        return self.rule if self.rule.startswith("one of") else ", ".join(filter(None, (self.kind, self.rule)))
-
-
 @functools.cache
 def keys() -> dict[str, Key]:
     """Every key, as "section.key"."""
-    found = {}
-    for name in (f.name for f in dataclasses.fields(Config)):
-        section = getattr(Config(), name)
-        for f in dataclasses.fields(section):
-            default, rule = getattr(section, f.name), f.metadata["rule"]
-            found[f"{name}.{f.name}"] = Key(default, f.metadata["meaning"], KINDS[type(default)], rule.words if rule else "")
-    return found
-
-
-def check_key(name: str, value: Any) -> None:
-    """Refuses what is no key.
-
-    Args:
-      name:  "section.key", as somebody wrote it.
-      value: what it was set to, for the message.
-
-    Raises:
-      InputError: naming the key that was probably meant, or those there are.
-    """
-    known, sections = list(keys()), [f.name for f in dataclasses.fields(Config)]
-    if name in known:
-        return
-    section, _, last = name.rpartition(".")
-    inside = [k.removeprefix(f"{section}.") for k in known if k.startswith(f"{section}.")]
-    elsewhere = [k for k in known if k.endswith(f".{last}")]
-    if name in sections:
-        inside = [k for k in known if k.startswith(f"{name}.")]
-        raise InputError(f"config.{name}={value}: is a section; set its keys one by one: {', '.join(inside)}")
-    if near := difflib.get_close_matches(last if inside else name, inside or [*sections, *known], n=1) or elsewhere:
-        hint = f"did you mean {' or '.join(near)}?"
-    else:
-        hint = f"{section} has {', '.join(inside)}" if inside else f"the sections are {', '.join(sections)}"
-    raise InputError(f"config.{name}: no such key; {hint}")
-
-
-def wrong(name: str, value: Any) -> InputError:
-    """The error about a value that "section.key" does not take."""
-    return InputError(f"config.{name}={value}: must be {keys()[name].allowed}")
-
-
-def complete(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The values of `raw`, checked for their types, and the defaults of everything else.
-
-    Args:
-      raw: nested sections and keys, a ConfigDict for instance.
-
-    Raises:
-      InputError: for a key that does not exist, or a value of another type than its default.
-    """
-    values = to_dict(Config())
-    for section in raw:
-        given = raw[section]
-        if section not in values or not isinstance(given, Mapping | ml_collections.ConfigDict):
-            check_key(section, given)
-        for last in given:
-            check_key(f"{section}.{last}", given[last])
-            values[section][last] = _typed(f"{section}.{last}", given[last], type(values[section][last]))
-    return values
+    return schema.keys(Config())
 
 
 def resolve(raw: Mapping[str, Any]) -> Config:
@@ -395,23 +315,9 @@ def resolve(raw: Mapping[str, Any]) -> Config:
     Raises:
       InputError: naming the key, its value, and what is allowed.
     """
-    config = Config(**{name: type(getattr(Config(), name))(**values) for name, values in complete(raw).items()})
-    for section in dataclasses.fields(config):
-        for f in dataclasses.fields(getattr(config, section.name)):
-            value, rule = getattr(getattr(config, section.name), f.name), f.metadata["rule"]
-            finite = not isinstance(value, float) or math.isfinite(value)
-            if not finite or (rule and not rule.test(value)):
-                raise wrong(f"{section.name}.{f.name}", value if value != "" else "''")
+    config: Config = schema.build(Config(), schema.complete(Config(), raw))
     _check_together(config)
     return config
-
-
-def _typed(name: str, value: Any, kind: type) -> Any:
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not kind:
-        raise wrong(name, repr(value))
-    return value
 
 
 def _check_together(config: Config) -> None:
@@ -420,8 +326,7 @@ def _check_together(config: Config) -> None:
 
     def need(fits: bool, name: str, words: str) -> None:
         if not fits:
-            section, _, last = name.partition(".")
-            raise InputError(f"config.{name}={getattr(getattr(config, section), last)}: must {words}")
+            raise InputError(f"config.{name}={schema.read(config, name)}: must {words}")
 
     product = f"rollout.batch x rollout.n = {rollout.batch} x {rollout.n} = {config.sequences}"
     need(config.sequences % ppo.minibatches == 0, "ppo.minibatches", f"divide {product}")
@@ -436,9 +341,8 @@ def _check_together(config: Config) -> None:
         words = f"where ppo.estimator is {ppo.estimator!r}, which has no critic"
         need(ppo.truncated != "bootstrap", "ppo.truncated", f"be terminal or mask {words}")
         for name in ("critic.path", "critic.trunk", "ppo.critic_warmup", "ppo.clip_value", "ppo.lam_length"):
-            section, _, last = name.partition(".")
             default = keys()[name].default
-            need(getattr(getattr(config, section), last) == default, name, f"be {default!r} {words}")
+            need(schema.read(config, name) == default, name, f"be {default!r} {words}")
     need(config.critic.trunk == "own" or not config.critic.path, "critic.path", "be empty where critic.trunk is 'actor'")
     need(ppo.kl_coef > 0 or ppo.kl_target == 0, "ppo.kl_target", "be 0 where ppo.kl_coef is 0, which it would scale")
     for network, trained in (("actor", iterations - ppo.critic_warmup), ("critic", iterations)):

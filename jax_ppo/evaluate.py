@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import sharding
+from jax_ppo import schema, sharding
 from jax_ppo.config import Config
 from jax_ppo.data import task as tasks
 from jax_ppo.data.task import Task
-from jax_ppo.models import hf
+from jax_ppo.models import hf, lora, qwen
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.rewards import gsm8k
 from jax_ppo.rollout.engine import Engine
@@ -65,12 +66,60 @@ def load_actor(found: Found, model: QwenConfig, steps: Steps, dtype: str, displa
     """
     if found.workdir is None:
         bar = display.bar("loading model", hf.tensor_count(model))
-        return 0, hf.load_params(found.directory, model, dtype=dtype, shardings=steps.actor.shardings, progress=bar)
-    shapes = checkpoint.abstract(steps.actor.typed_shapes(dtype), steps.actor.shardings)
-    iteration, params, skipped = checkpoint.restore_params(found.workdir, shapes, iteration=found.iteration)
+        return 0, hf.load_params(found.directory, model, dtype=dtype, shardings=steps.actor.plain_shardings, progress=bar)
+    return restore_network(found.workdir, model, steps.mesh, "actor", display, iteration=found.iteration, dtype=dtype)
+
+
+def restore_network(
+    workdir: Path,
+    model: QwenConfig,
+    mesh: Any,
+    which: str,
+    display: Display,
+    *,
+    iteration: int | None = None,
+    dtype: str | None = None,
+) -> tuple[int, Params]:
+    """One network of a checkpoint, with adapters folded into the weights they stand on.
+
+    Args:
+      workdir:   of a run, or of an import.
+      model:     of the network.
+      mesh:      where the parameters go.
+      which:     "actor" or "critic".
+      display:   says which checkpoints are broken.
+      iteration: of the checkpoint; None for the newest that is whole.
+      dtype:     of the parameters; None leaves each as it was saved, adapted ones in that of the base.
+
+    Returns:
+      The iteration, and all parameters of the network.
+
+    Raises:
+      InputError: if they cannot be read.
+    """
+    file, head = workdir / "config.json", {"actor": "lm_head", "critic": "score"}[which]
+    # An import has no configuration, and a run may be older than a key.
+    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config: Config = schema.build(Config(), schema.complete(Config(), saved))
+    adapters, alone = config.model.lora, which == "critic" and config.critic.trunk == "actor"
+    plain = jax.eval_shape(lambda: qwen.init(jax.random.key(0), model, head=head))
+    shapes = plain
+    if adapters.rank:
+        shapes = {head: plain[head]} if alone else lora.trained(plain, adapters.rank, set(adapters.targets.split(",")))
+    typed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype or x.dtype)), shapes)
+    wanted = checkpoint.abstract(typed, sharding.parameter_specs(shapes, mesh))
+    done, params, skipped = checkpoint.restore_params(workdir, wanted, item=which, iteration=iteration, cast=dtype is not None)
     for line in skipped:
         display.say(line, "bold red")
-    return iteration, params
+    if not adapters.rank:
+        return done, params
+    if alone:
+        _, body = restore_network(workdir, model, mesh, "actor", display, iteration=done, dtype=dtype)
+        return done, {"model": body["model"], **params}
+    source = workdir / "critic" if which == "critic" and (workdir / "critic").is_dir() else workdir / "model"
+    places = sharding.parameter_specs(plain, mesh)
+    base = hf.load_params(source, model, dtype=dtype or hf.stored_dtype(source), shardings=places, head=head)
+    return done, lora.fold(lora.attach(base, params, adapters.alpha / adapters.rank))
 
 
 def make_engine(config: Config, steps: Steps, *, prompt_width: int, end_ids: tuple[int, ...], pad_id: int) -> Engine:

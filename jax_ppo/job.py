@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jax_ppo import sharding
-from jax_ppo.config import Config, to_dict
+from jax_ppo import schema, sharding
+from jax_ppo.config import Config, keys, to_dict
 from jax_ppo.data import arithmetic
 from jax_ppo.data import task as tasks
 from jax_ppo.data.task import Task
@@ -97,24 +97,33 @@ def prepare(config: Config, workdir: Path) -> Job:
     return Job(config, workdir, mesh, source, critic_source, actor, critic, task, scorer, shape, resuming)
 
 
-def write_start(job: Job, params: Params) -> None:
+def write_start(job: Job, params: Params, critic: Params | None = None) -> None:
     """Writes what a run needs to continue, and its checkpoints to be exported, without the directories it came from.
 
-    That is WORKDIR/config.json; WORKDIR/model, with weights after a warm start and where a reference is needed, else only what
-    describes it; and WORKDIR/critic, the description of a critic that has a backbone of its own.
+    That is WORKDIR/config.json; WORKDIR/model, with weights after a warm start, where a reference is needed and under adapters,
+    else only what describes it; and WORKDIR/critic of a critic that has a backbone of its own, with weights under adapters.
+
+    Args:
+      job:    the run.
+      params: of the actor at its start.
+      critic: of a critic that has a backbone of its own.
     """
+    adapted = bool(job.config.model.lora.rank)
     for old in (job.start, job.workdir / "critic"):
         shutil.rmtree(old, ignore_errors=True)
     # Before the first checkpoint: a run that dies right behind it must know what it was.
     metrics.replace_file(job.workdir / "config.json", json.dumps(to_dict(job.config), indent=2) + "\n")
     if job.config.warmstart.steps:
         hf.save_params(params, job.actor, job.start, dtype="float32", source=job.source)
-    elif job.needs_reference:
+    elif job.needs_reference or adapted:
         hf.save_params(params, job.actor, job.start, dtype=hf.stored_dtype(job.source), source=job.source)
     else:
         hf.write_description(job.actor, job.start, dtype=hf.stored_dtype(job.source), source=job.source)
     if job.critic_source and job.critic:
         dtype = hf.stored_dtype(job.critic_source)
+        if adapted and critic:
+            hf.save_params(critic, job.critic, job.workdir / "critic", dtype=dtype, source=job.critic_source)
+            return
         hf.write_description(job.critic, job.workdir / "critic", dtype=dtype, critic=True, source=job.critic_source)
 
 
@@ -132,13 +141,11 @@ def _resuming(config: Config, workdir: Path) -> bool:
             f"{workdir}: has checkpoints but no config.json that can be read ({error}): not a run to continue; choose another --workdir"
         ) from None
     # A key that did not exist then had the effect of its default.
-    default = to_dict(Config())
-    then = {section: {**keys, **then.get(section, {})} for section, keys in default.items()}
+    before = {name: key.default for name, key in keys().items()} | dict(schema.flat(then))
     different = [
-        f"{section}.{key}: {then[section][key]!r} then, {value!r} now"
-        for section, keys in now.items()
-        for key, value in keys.items()
-        if then[section][key] != value and not f"{section}.{key}".startswith(tuple(CHANGEABLE))
+        f"{name}: {before[name]!r} then, {value!r} now"
+        for name, value in schema.flat(now)
+        if before[name] != value and not name.startswith(tuple(CHANGEABLE))
     ]
     if different:
         raise InputError(f"{workdir} was made by another configuration ({'; '.join(different)}); choose another --workdir")

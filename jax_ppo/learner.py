@@ -3,7 +3,7 @@
 Host code around the jitted functions of `jax_ppo.steps`; everything runs on packed rows of one fixed shape.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ class Learner:
 
     actor, critic: train states; replaced by every update. No critic where the advantages need none.
     reference:     parameters of the reference policy, or None where no KL is asked for.
+    base:          frozen weights that they stand on, by network; empty where everything trains.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class Learner:
         actor: TrainState,
         critic: TrainState | None,
         reference: Params | None,
+        base: Mapping[str, Params] | None = None,
     ):
-        """Args: the run, its jitted functions, (N, L) of a micro-batch, and the networks."""
+        """Args: the run, its jitted functions, (N, L) of a micro-batch, the networks, and what they stand on."""
         self.config, self.steps, self.shape = config, steps, shape
         self.actor, self.critic, self.reference = actor, critic, reference
+        self.base = base or {"actor": {}, "critic": {}}
         self._everywhere = sharding.replicated(steps.mesh)
         self._rows = sharding.rows(steps.mesh)
 
@@ -91,10 +94,11 @@ class Learner:
                 reference, _ = self._scored(self.reference, batches, shape)
             jax.block_until_ready(reference)
         values, after = zeros(*shape), zeros(shape[0])
-        if self.critic:
+        if self.critic and self.steps.critic:
             with clock("values"):
+                critic = self.steps.critic.whole(self.critic.params, self._under("critic"))
                 for batch in batches:
-                    values, after = self.steps.score_values(self.critic.params, batch, values, after, *self._body())
+                    values, after = self.steps.score_values(critic, batch, values, after)
                 jax.block_until_ready(values)
         with clock("adv"):
             counted = mask & rollout.finished[:, None] if self.config.ppo.truncated == "mask" else mask
@@ -139,7 +143,7 @@ class Learner:
         """
         sampled, shape = self.config.ppo.old_logprobs == "rollout", rollout.tokens.shape
         for some in [batches[:1], batches] if sampled else [batches]:
-            scored, entropy = self._scored(self.actor.params, some, shape)
+            scored, entropy = self._scored(self.policy, some, shape)
             checked = np.zeros(shape, bool)
             for batch in some:
                 source = np.asarray(batch.source)
@@ -208,9 +212,14 @@ class Learner:
         for batch in packing.layout(prompts.tokens, rollout.tokens, rollout.lengths, chosen, rows=rows, row_length=length):
             yield jax.device_put(batch, self._rows)
 
-    def _body(self) -> tuple[Params, ...]:
-        """What a critic without a body of its own stands on."""
-        return (self.actor.params,) if self.config.critic.trunk == "actor" else ()
+    @property
+    def policy(self) -> Params:
+        """All weights of the actor that act."""
+        return self.steps.actor.whole(self.actor.params, self.base["actor"])
+
+    def _under(self, name: str) -> Params:
+        """What a network stands on: its frozen weights, or the actor under a critic that is a head alone."""
+        return self.policy if name == "critic" and self.config.critic.trunk == "actor" else self.base[name]
 
     def _minibatches(self, count: int, iteration: int) -> Iterator[np.ndarray]:
         """The sequences of each update, shuffled afresh in each epoch."""
@@ -231,12 +240,12 @@ class Learner:
     ) -> tuple[TrainState, list[dict[str, float]]]:
         """One network over all minibatches. Returns its state and the metrics of each update."""
         network, accumulate = getattr(self.steps, name), getattr(self.steps, f"update_{name}")
-        body = self._body() if name == "critic" else ()
+        base = self._under(name)
         updates = []
         for done, chosen in enumerate(minibatches, start=1):
             grads, parts, totals = network.zeros(state.params), [], counts(chosen)
             for batch in packed(chosen):
-                grads, part = accumulate(state.params, grads, batch, *body, experience, *totals)
+                grads, part = accumulate(state.params, grads, base, batch, experience, *totals)
                 parts.append(part)
             state, applied = network.apply(state, grads)
             jax.block_until_ready(applied)  # so that the progress is true, and for the reason given in `warm_start`

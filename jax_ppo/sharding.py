@@ -46,6 +46,7 @@ MESH_AXES: dict[str, Any] = {
     "heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
+    "rank": None,
     "rows": ROWS,
 }
 
@@ -120,7 +121,7 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
 
 def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     name = "/".join(str(p.key) for p in path)
-    axes = PARAMETER_AXES.get(name.removeprefix("model/").removeprefix("layers/"))
+    axes = _axes(name.removeprefix("model/").removeprefix("layers/"))
     if axes is None or len(axes) != len(shape):
         raise InputError(f"parameter {name} {shape}: no row of rank {len(shape)} in sharding.PARAMETER_AXES")
     spec = PartitionSpec(*(MESH_AXES[a] for a in axes))
@@ -128,6 +129,14 @@ def _sharding(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> Name
         if axis is not None and size % mesh.shape[axis]:
             raise InputError(f"parameter {name} {shape}: {size} is not divisible by mesh axis {axis}={mesh.shape[axis]}")
     return NamedSharding(mesh, spec)
+
+
+def _axes(name: str) -> tuple[str, ...] | None:
+    """The row of a parameter. An adapter lies as the kernel it stands beside, with its rank in the place of one side."""
+    module, _, last = name.rpartition("/")
+    kernel = PARAMETER_AXES.get(f"{module}/kernel", ())
+    adapter = {"lora_a": (*kernel[:-1], "rank"), "lora_b": (*kernel[:-2], "rank", *kernel[-1:])}
+    return adapter.get(last) if kernel and last in adapter else PARAMETER_AXES.get(name)
 
 
 def _without_fsdp(spec: PartitionSpec) -> PartitionSpec:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ppo import sharding
 from jax_ppo.config import Config, OptimConfig
-from jax_ppo.models import qwen
+from jax_ppo.models import lora, qwen
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.ppo import optimizer, update
 from jax_ppo.rollout import decoding
@@ -53,6 +53,8 @@ class Network:
           total_updates: length of the learning-rate schedule.
           alone:         only the head is trained; the hidden states are another network's.
 
+        With `model.lora` adapters and the critic's head are trained, on frozen weights.
+
         Raises:
           InputError: if the mesh does not divide a parameter, or the heads.
         """
@@ -64,9 +66,14 @@ class Network:
         self.dtype = compute_dtype(config.model.compute_dtype)
         self.method, self.remat = config.model.attention, config.model.remat
         self.alone = alone
-        self.shapes = jax.eval_shape(lambda: qwen.init(jax.random.key(0), model, head=head))
+        adapters = config.model.lora
+        self.scale = adapters.alpha / adapters.rank if adapters.rank else 1.0
+        self.plain = self.shapes = jax.eval_shape(lambda: qwen.init(jax.random.key(0), model, head=head))
         if alone:
-            self.shapes = {head: self.shapes[head]}
+            self.shapes = {head: self.plain[head]}
+        elif adapters.rank:
+            self.shapes = lora.trained(self.plain, adapters.rank, set(adapters.targets.split(",")))
+        self.plain_shardings = sharding.parameter_specs(self.plain, mesh)
         self.shardings = sharding.parameter_specs(self.shapes, mesh)
         self.rate = optimizer.schedule(optim.lr, warmup=optim.warmup, kind=optim.schedule, total=total_updates)
         self.transform = optimizer.optimizer(
@@ -85,8 +92,17 @@ class Network:
             donate_argnums=0,
         )
 
+    def fresh(self, key: jax.Array, dtype: Any) -> Params:
+        """What trains where it does not come from a file: adapters and a head that change nothing."""
+        made: Params = jax.jit(partial(lora.init, shapes=self.typed_shapes(dtype)), out_shardings=self.shardings)(key)
+        return made
+
+    def whole(self, params: Params, base: Params) -> Params:
+        """All weights that act, of what trains and what it stands on."""
+        return lora.attach(base, params, self.scale)
+
     def forward(self, params: Params, batch: Any) -> jax.Array:
-        """Final hidden states of packed rows, [N, L, D]."""
+        """Final hidden states of packed rows, [N, L, D]; `params` from `whole`."""
         hidden, _ = qwen.hidden_states(
             params,
             self.model,
@@ -100,7 +116,7 @@ class Network:
         return hidden
 
     def typed_shapes(self, dtype: Any) -> Params:
-        """Shapes of the parameters in this dtype."""
+        """Shapes of what trains, in this dtype."""
         return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(dtype)), self.shapes)
 
     def state_shapes(self, dtype: Any) -> TrainState:
@@ -108,18 +124,17 @@ class Network:
         return jax.eval_shape(partial(optimizer.start, transform=self.transform), self.typed_shapes(dtype))
 
     def accumulator(self, objective: Any) -> Any:
-        """Jits (params, grads, batch, *rest) -> (grads + gradient, metrics of this micro-batch); grads are donated.
+        """Jits (params, grads, base, batch, *rest) -> (grads + gradient, metrics of this micro-batch); grads are donated.
 
-        Where the head is alone, the first of the rest are the parameters of the network that it stands on.
+        The base is what the parameters stand on and gets no gradient: frozen weights, or another network; empty where everything
+        trains.
         """
 
-        def accumulate(params, grads, batch, *rest):
-            body, rest = (rest[0], rest[1:]) if self.alone else (None, rest)
+        def accumulate(params, grads, base, batch, *rest):
+            def loss(params):
+                return objective(self.whole(params, base), self.forward, batch, *rest)
 
-            def forward(params, batch):
-                return self.forward(body or params, batch)
-
-            gradient, metrics = jax.grad(objective, has_aux=True)(params, forward, batch, *rest)
+            gradient, metrics = jax.grad(loss, has_aux=True)(params)
             return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, gradient), metrics
 
         return jax.jit(accumulate, out_shardings=(self.shardings, sharding.replicated(self.mesh)), donate_argnums=1)
@@ -139,12 +154,12 @@ class Network:
 class Steps:
     """The jitted functions of a run.
 
-    actor, critic:  the two networks in training; no critic where the advantages need none.
+    actor, critic:  the two networks in training; no critic where the advantages need none. Everything below but the updates
+                    takes all weights that act, from `Network.whole`.
     decode_weights: actor params -> weights of the token loop.
     rollout:        what `jax_ppo.rollout.engine` runs.
     score_policy:   (params, batch, logprobs, entropy) -> the two [B, R] arrays with this micro-batch's tokens filled in.
-    score_values:   (params, batch, values, after) -> the same for values [B, R], and [B] behind the last token; behind them,
-                    the actor's parameters where the critic stands on them.
+    score_values:   (params, batch, values, after) -> the same for values [B, R], and [B] behind the last token.
     experience:     see `jax_ppo.ppo.update.make_experience`.
     update_actor, update_critic: accumulate a micro-batch.
     """
@@ -166,7 +181,7 @@ class Steps:
     def _rollout(self, config: Config, model: QwenConfig) -> None:
         net, mesh = self.actor, self.mesh
         self.decode_weights = jax.jit(
-            partial(qwen.decode_weights, config=model, dtype=net.dtype), out_shardings=decode_shardings(net.shapes, model, mesh)
+            partial(qwen.decode_weights, config=model, dtype=net.dtype), out_shardings=decode_shardings(net.plain, model, mesh)
         )
         split = NamedSharding(mesh, PartitionSpec(sharding.ROWS, "tensor"))
         stacked = NamedSharding(mesh, PartitionSpec(None, sharding.ROWS, "tensor"))
@@ -198,9 +213,9 @@ class Steps:
             new, ent = update.policy_scores(self.actor.forward, params, batch, temperature=config.rollout.temperature)
             return update.scatter(logprobs, new, batch.source), update.scatter(entropy, ent, batch.source)
 
-        def score_values(params, batch, values, after, body=None):
+        def score_values(params, batch, values, after):
             assert self.critic
-            new = qwen.values(params, self.critic.forward(body or params, batch))
+            new = qwen.values(params, self.critic.forward(params, batch))
             return update.scatter(values, new, batch.source), update.scatter(after, new, batch.last)
 
         ppo = config.ppo

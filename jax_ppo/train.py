@@ -75,7 +75,8 @@ class Trainer:
         for note in self.task.notes:
             display.say(note, "yellow")
         actor, critic = self._restore() if job.resuming else self._begin()
-        self.learner = Learner(config, self.steps, job.shape, actor, critic, self._reference())
+        base = self._frozen()
+        self.learner = Learner(config, self.steps, job.shape, actor, critic, self._reference(actor, base["actor"]), base)
         if self.done == 0 and not job.resuming and config.warmstart.steps:
             self._save(0, None)
 
@@ -131,12 +132,12 @@ class Trainer:
         return measured | self._lengths(i, prompts, rollout)
 
     def _compile(self) -> None:
-        params = self.learner.actor.params
+        params = self.learner.policy
         weights = sharding.result(self.steps.decode_weights.lower(params))
         self.engine.compile(params, weights, lambda done, total: self.display.stage("compiling", done, total))
 
     def _generate(self, i: int, prompts: Prompts) -> Rollout:
-        params = self.learner.actor.params
+        params = self.learner.policy
         key = jax.random.fold_in(jax.random.key(self.config.train.seed), i)
         return self.engine.generate(
             params,
@@ -151,23 +152,44 @@ class Trainer:
 
     def _begin(self) -> tuple[TrainState, TrainState | None]:
         """The networks from their directories, the actor after its warm start."""
-        job, dtype = self.job, self.config.model.param_dtype
-        params = self._load("actor", job.source, self.steps.actor, dtype)
-        if self.config.warmstart.steps:
+        job, config, network = self.job, self.config, self.steps.critic
+        warm, dtype, adapted = bool(config.warmstart.steps), config.model.param_dtype, bool(config.model.lora.rank)
+        # The first iteration draws from 1.
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(config.train.seed), 0))
+        # Frozen weights keep the dtype of their file.
+        exact = lambda source: hf.stored_dtype(source) if adapted else dtype  # noqa: E731
+        params = self._load("actor", job.source, self.steps.actor, dtype if warm else exact(job.source))
+        if warm:
             params = self._warm_start(params)
-        write_start(job, params)
-        actor, network = self.steps.actor.start(params), self.steps.critic
+        own = None
+        if network and job.critic_source:
+            own = self._load("critic", job.critic_source, network, exact(job.critic_source), head="score")
+        write_start(job, params, own)
+        actor = self.steps.actor.start(self.steps.actor.fresh(keys[0], dtype) if adapted else params)
         if network is None:
             return actor, None
-        if network.alone:
-            zeros = lambda x, place: jax.device_put(jnp.zeros(x.shape, x.dtype), place)  # noqa: E731
-            return actor, network.start(jax.tree.map(zeros, network.typed_shapes(dtype), network.shardings))
-        source = job.critic_source or (job.start if self.config.warmstart.steps else job.source)
-        return actor, network.start(self._load("critic", source, network, dtype, head="score"))
+        if adapted or network.alone:
+            fresh = network.fresh(keys[1], dtype)
+            head = own["score"] if own else fresh["score"]
+            return actor, network.start({**fresh, "score": jax.tree.map(lambda x: x.astype(dtype), head)})
+        return actor, network.start(own or self._load("critic", job.start if warm else job.source, network, dtype, head="score"))
+
+    def _frozen(self) -> dict[str, Params]:
+        """What adapters stand on, by network: the weights of the start, one copy for actor, critic and reference."""
+        base: dict[str, Params] = {"actor": {}, "critic": {}}
+        if not self.config.model.lora.rank:
+            return base
+        base["actor"] = self._load("base", self.job.start, self.steps.actor, hf.stored_dtype(self.job.start))
+        own, critic = self.job.workdir / "critic", self.steps.critic
+        if critic and self.job.critic_source:
+            base["critic"] = self._load("base of the critic", own, critic, hf.stored_dtype(own), head="score")
+        elif critic and not critic.alone:
+            base["critic"] = {"model": base["actor"]["model"]}
+        return base
 
     def _load(self, name: str, source: Path, network: Network, dtype: str, *, head: str = "lm_head") -> Params:
         bar = self.display.bar(f"loading {name}", hf.tensor_count(network.model, head=head))
-        return hf.load_params(source, network.model, dtype=dtype, shardings=network.shardings, head=head, progress=bar)
+        return hf.load_params(source, network.model, dtype=dtype, shardings=network.plain_shardings, head=head, progress=bar)
 
     def _warm_start(self, params: Params) -> Params:
         bar = self.display.bar("warm start", self.config.warmstart.steps)
@@ -190,14 +212,19 @@ class Trainer:
         self.display.say(f"continuing after iteration {self.done}")
         return actor, critic
 
-    def _reference(self) -> Params | None:
-        """The policy of the start, in the dtype it is stored in, so that its log-probabilities are those of the actor then."""
+    def _reference(self, actor: TrainState, base: Params) -> Params | None:
+        """The policy of the start, in the dtype it is stored in, so that its log-probabilities are those of the actor then.
+
+        With adapters it is the base with adapters of zero: the program that scores the actor scores it, to the same bits.
+        """
         if not self.job.needs_reference:
             return None
+        if base:
+            return self.steps.actor.whole(jax.tree.map(jnp.zeros_like, actor.params), base)
         return self._load("reference", self.job.start, self.steps.actor, hf.stored_dtype(self.job.start))
 
     def _evaluate(self, i: int) -> dict[str, Any]:
-        params = self.learner.actor.params
+        params = self.learner.policy
         with self._clock("testing"):
             named, result = evaluate(
                 self.config,

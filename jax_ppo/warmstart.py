@@ -1,5 +1,6 @@
 """The optional supervised start: maximum likelihood on worked solutions, with the packed forward and optimizer of PPO."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo import sharding
-from jax_ppo.config import Config, OptimConfig
+from jax_ppo.config import Config, LoraConfig, OptimConfig
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.ppo import packing, update
 from jax_ppo.steps import Network
@@ -44,7 +45,9 @@ def warm_start(
     """
     warm = config.warmstart
     optim = OptimConfig(lr=warm.lr, b2=warm.b2, warmup=warm.steps // 20, schedule="linear")
-    network = Network(config, model, mesh, optim, "lm_head", warm.steps)
+    # All weights are trained, whatever PPO will train.
+    everything_trains = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig()))
+    network = Network(everything_trains, model, mesh, optim, "lm_head", warm.steps)
     accumulate = network.accumulator(update.supervised_objective)
     state, losses = network.start(params), list[Any]()
     rows, length = shape
@@ -59,7 +62,7 @@ def warm_start(
     for chosen in everything:
         grads, total, loss = network.zeros(state.params), jnp.float32(lengths[chosen].sum()), jnp.float32(0.0)
         for batch in packing.layout(prompts, padded, lengths, chosen, rows=rows, row_length=length):
-            grads, metrics = accumulate(state.params, grads, jax.device_put(batch, sharding.rows(mesh)), total)
+            grads, metrics = accumulate(state.params, grads, {}, jax.device_put(batch, sharding.rows(mesh)), total)
             loss = loss + metrics["warmstart/loss"]
         state, _ = network.apply(state, grads)
         # Waits: programs with collectives that pile up starve each other of threads on a CPU with virtual devices.

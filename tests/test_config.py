@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -10,6 +11,7 @@ import ml_collections
 import pytest
 
 from jax_ppo import config as configuration
+from jax_ppo import schema
 from jax_ppo.config import Config, default_config, resolve, to_dict
 from jax_ppo.job import CHANGEABLE
 from jax_ppo.types import InputError
@@ -22,8 +24,8 @@ def changed(**changes):
     """The defaults with "section.key" set, whatever the type."""
     raw = to_dict(Config())
     for name, value in changes.items():
-        section, _, key = name.partition(".")
-        raw[section][key] = value
+        section, _, last = name.rpartition(".")
+        functools.reduce(dict.__getitem__, section.split("."), raw)[last] = value
     return raw
 
 
@@ -45,11 +47,11 @@ def test_defaults_are_allowed_typed_and_plain():
 
 
 def test_every_key_says_what_it_means_and_what_it_takes():
-    assert len(KEYS) == sum(len(section) for section in to_dict(Config()).values())
+    assert list(KEYS) == [name for name, _ in schema.flat(to_dict(Config()))]
     for name, key in KEYS.items():
         assert len(key.meaning) > 5 and key.allowed.startswith(("true or", "a whole", "a finite", "text", "one of")), name
-    for f in dataclasses.fields(Config):
-        assert type(getattr(Config(), f.name)).__doc__, f.name
+    for name, section in schema.sections(Config()):
+        assert type(section).__doc__ and not type(section).__doc__.startswith(type(section).__name__), name
 
 
 # Key -> values it takes, and values of its type that it does not.
@@ -58,6 +60,9 @@ EDGES = {
     "model.param_dtype": (["float32", "bfloat16"], ["float16", ""]),
     "model.compute_dtype": (["auto", "float32", "bfloat16"], ["fp32"]),
     "model.attention": (["auto", "full", "blockwise"], ["flash"]),
+    "model.lora.rank": ([0, 8], [-1]),
+    "model.lora.alpha": ([0.5, 32.0], [0.0, -1.0]),
+    "model.lora.targets": (["q_proj", "q_proj,down_proj"], ["", "q_proj,", "lm_head", "q_proj, v_proj"]),
     "data.path": (["a"], [""]),
     "data.eval_path": (["", "a"], []),
     "data.eval_limit": ([0, 1], [-1]),
@@ -141,8 +146,7 @@ def test_every_rule_has_its_edges_tried():
 def test_the_edges_of_what_a_key_takes(name):
     good, bad = EDGES[name]
     for value in good:
-        section, _, key = name.partition(".")
-        assert getattr(getattr(resolve(changed(**{name: value})), section), key) == value
+        assert schema.read(resolve(changed(**{name: value})), name) == value
     for value in bad:
         line = refusal(**{name: value})
         assert line == f"config.{name}={value if value != '' else repr('')}: must be {KEYS[name].allowed}"
@@ -171,8 +175,10 @@ def test_a_whole_number_is_a_number_and_becomes_one():
     [
         ({"ppo": {"gama": 0.9}}, "config.ppo.gama: no such key; did you mean gamma?"),
         ({"ppo": {"zzz": 0.9}}, "config.ppo.zzz: no such key; ppo has estimator, gamma, lam_actor, "),
-        ({"pp": {"gamma": 0.9}}, "config.pp: no such key; did you mean ppo?"),
+        ({"pp": {"gamma": 0.9}}, "config.pp.gamma: no such key; did you mean ppo.gamma?"),
         ({"lr": 1e-6}, "config.lr: no such key; did you mean actor_optim.lr or critic_optim.lr or warmstart.lr?"),
+        ({"model": {"lora": {"rnk": 8}}}, "config.model.lora.rnk: no such key; did you mean rank?"),
+        ({"model": {"lora": 8}}, "config.model.lora=8: is a section; set its keys one by one: model.lora.rank, "),
         ({"ppo": 3}, "config.ppo=3: is a section; set its keys one by one: ppo.estimator, ppo.gamma, "),
     ],
 )
@@ -259,6 +265,7 @@ def test_sizes_that_follow():
 
 # How modules call a section where they do not call it by its name.
 ALIASES = {
+    "model.lora": ("adapters",),
     "actor_optim": ("optim",),
     "critic_optim": ("optim",),
     "reward": ("config",),
@@ -282,8 +289,8 @@ def test_every_key_is_read_by_something():
     found = reads(path.read_text("utf-8") for path in paths)
     unread = []
     for name in KEYS:
-        section, _, key = name.partition(".")
-        if not {(owner, key) for owner in (section, *ALIASES.get(section, ()))} & found:
+        section, _, key = name.rpartition(".")
+        if not {(owner, key) for owner in (section.rpartition(".")[2], *ALIASES.get(section, ()))} & found:
             unread.append(name)
     assert unread == []
     assert ("ppo", "gama") not in found and ("ppo", "gamma") in found

@@ -27,7 +27,7 @@ LAYERS = (
     Layer(("", "types"), pure=True),
     Layer(("sharding", "models", "ppo", "rollout"), pure=True),
     # Above the mathematics, which takes scalars and never the configuration.
-    Layer(("config",), pure=True),
+    Layer(("config", "schema"), pure=True),
     Layer(("rewards",), pure=True),
     Layer(("steps",), pure=False),
     Layer(("learner", "warmstart", "data", "runtime", "rollout.engine"), pure=False),

@@ -234,7 +234,7 @@ def update(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 start = time.perf_counter()
                 grads = steps.actor.zeros(state.params)
                 for batch in batches:
-                    grads, _ = steps.update_actor(state.params, grads, batch, experience, total, total)
+                    grads, _ = steps.update_actor(state.params, grads, {}, batch, experience, total, total)
                 state, _ = steps.actor.apply(state, grads)
                 jax.block_until_ready(state.params)
                 took = time.perf_counter() - start

@@ -4,7 +4,7 @@
     python tools/convert_hf.py export CKPT_DIR HF_DIR [--which=critic] [--dtype=bfloat16]
 
 An import is a workdir with a checkpoint 0 of the actor, or of the critic where HF_DIR has `score.weight`; `jax_ppo.evaluate` reads
-it. An export takes the newest whole checkpoint of a workdir, or that of WORKDIR/checkpoints/N. Parameters are spread over all
+it. An export takes the newest whole checkpoint of a workdir, or that of WORKDIR/checkpoints/N; adapters are merged. Parameters are spread over all
 devices and change their dtype only where they are written. Both directions write beside the target and rename at the end.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from jax_ppo import sharding
+from jax_ppo.evaluate import restore_network
 from jax_ppo.models import hf, qwen
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.runtime import checkpoint, cli
@@ -72,10 +73,7 @@ def export_model(source: Path, target: Path, which: str = "actor", dtype: str | 
     config = hf.load_config(description)
     dtype = dtype or hf.described_dtype(description)
     with Display(0) as display:
-        shapes = checkpoint.abstract(*places(config, which))
-        done, params, skipped = checkpoint.restore_params(workdir, shapes, item=which, iteration=iteration, cast=False)
-        for line in skipped:
-            display.say(line, "bold red")
+        done, params = restore_network(workdir, config, sharding.make_mesh(1, -1, 1), which, display, iteration=iteration)
         bar = display.bar("writing", hf.tensor_count(config, head=HEADS[which]))
         hf.save_params(params, config, target, dtype=dtype, source=description, progress=bar)
     display.say(f"{target}: {which} of iteration {done} in {dtype}")

@@ -113,7 +113,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W (+ b), in the dtype of x. The kernel is [in, out]."""
+    """x W (+ x A B) (+ b), in the dtype of x. The kernel is [in, out]; A and B are those of `jax_ppo.models.lora`."""
 
     inputs: int
     outputs: int
@@ -123,6 +123,10 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", nn.initializers.normal(self.inputs**-0.5), (self.inputs, self.outputs))
         y = x @ kernel.astype(x.dtype)
+        if self.has_variable("params", "lora_a"):
+            first: jax.Array = self.get_variable("params", "lora_a")
+            second: jax.Array = self.get_variable("params", "lora_b")
+            y = y + (x @ first.astype(x.dtype)) @ second.astype(x.dtype)
         if self.bias:
             bias = self.param("bias", nn.initializers.zeros, (self.outputs,))
             y = y + jax.lax.expand_dims(bias.astype(x.dtype), range(x.ndim - 1))

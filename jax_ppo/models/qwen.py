@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.models import attention
+from jax_ppo.models import attention, lora
 from jax_ppo.models.layers import Attend, Layer, QwenConfig, RMSNorm, rotary
 from jax_ppo.sharding import constrain
 from jax_ppo.types import Params
@@ -146,9 +146,10 @@ def values(params: Params, hidden: jax.Array) -> jax.Array:
 def decode_weights(params: Params, config: QwenConfig, dtype: Any) -> Params:
     """The actor's weights for the token loop: in compute dtype, `layers` a list, the unembedding [V, D] beside them.
 
-    The head stays [V, D] as the embedding is stored, so a tied head is the same array and costs no memory.
+    Adapters are folded into what they adapt. The head stays [V, D] as the embedding is stored, so a tied head is the same array
+    and costs no memory.
     """
-    cast = jax.tree.map(lambda w: w.astype(dtype), params)
+    cast = jax.tree.map(lambda w: w.astype(dtype), lora.fold(params))
     stacked = cast["model"]["layers"]
     layers = [jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(config.num_hidden_layers)]
     weights: Params = {"model": {**cast["model"], "layers": layers}}

@@ -6,6 +6,8 @@ import optax
 
 from jax_ppo.types import Params, TrainState
 
+MATRICES = ("kernel", "lora_a", "lora_b")
+
 
 def schedule(lr: float, *, warmup: int, kind: str, total: int) -> optax.Schedule:
     """Learning rate by update: 0 to `lr` over `warmup` updates, then "constant", or "linear" or "cosine" down to 0 at `total`.
@@ -38,7 +40,7 @@ def optimizer(
       b1, b2:        Adam's decay rates.
       weight_decay:  decoupled decay per unit of learning rate.
     """
-    matrices = lambda params: jax.tree_util.tree_map_with_path(lambda p, _: p[-1].key == "kernel", params)  # noqa: E731
+    matrices = lambda params: jax.tree_util.tree_map_with_path(lambda p, _: p[-1].key in MATRICES, params)  # noqa: E731
     return optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
         optax.scale_by_adam(b1, b2, eps=1e-8),

@@ -1,7 +1,6 @@
 """The command line: flags to configuration, and mistakes to one line and an exit code."""
 
 import argparse
-import dataclasses
 import difflib
 import inspect
 import os
@@ -20,6 +19,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jax_ppo import config as configuration
+from jax_ppo import schema
 from jax_ppo.config import Config
 from jax_ppo.types import InputError, RunError
 
@@ -125,14 +125,13 @@ def help_page(module: str, strings: Mapping[str, str]) -> str:
         "--config.SECTION.KEY=VALUE": "overrides the file; all sections and keys, with their defaults:",
     }
     lines = [usage(module, strings), "", *_table(rows, width)]
-    for section in dataclasses.fields(Config):
-        head = type(getattr(Config(), section.name)).__doc__ or ""
+    for section, values in schema.sections(Config()):
         rows = {
-            f"{name.removeprefix(section.name + '.')}={_written(key.default)}": f"{key.meaning} [{key.rule}]".removesuffix(" []")
+            f"{name.removeprefix(section + '.')}={_written(key.default)}": f"{key.meaning} [{key.rule}]".removesuffix(" []")
             for name, key in configuration.keys().items()
-            if name.startswith(f"{section.name}.")
+            if name.rpartition(".")[0] == section
         }
-        lines += ["", *textwrap.wrap(f"{section.name}: {head}", width), *_table(rows, width)]
+        lines += ["", *textwrap.wrap(f"{section}: {type(values).__doc__}", width), *_table(rows, width)]
     return "\n".join(lines) + "\n"
 
 
@@ -162,13 +161,19 @@ def load_config(path: Path) -> ml_collections.ConfigDict:
     if not isinstance(result, ml_collections.ConfigDict):
         raise InputError(f"{path}: get_config() must return default_config() with changes, not {type(result).__name__}")
     raw = ml_collections.ConfigDict(result)  # a copy that is not frozen, and whose references stay references
-    values = configuration.complete(raw)
     with raw.unlocked():
-        for section, keys in values.items():
-            raw[section] = raw.get(section, ml_collections.ConfigDict())
-            for key in keys.keys() - raw[section].keys():
-                raw[section][key] = keys[key]
+        _add(raw, schema.complete(Config(), raw))
     return raw
+
+
+def _add(raw: ml_collections.ConfigDict, values: Mapping[str, Any]) -> None:
+    """Adds what is missing."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            raw[name] = raw.get(name, ml_collections.ConfigDict())
+            _add(raw[name], value)
+        elif name not in raw:
+            raw[name] = value
 
 
 def _words(words: Sequence[str], plain: Sequence[str]) -> dict[str, str]:
@@ -203,13 +208,13 @@ def _words(words: Sequence[str], plain: Sequence[str]) -> dict[str, str]:
 
 
 def _override(raw: ml_collections.ConfigDict, name: str, text: str) -> None:
-    configuration.check_key(name, text)
+    schema.check_key(configuration.keys(), name, text)
     argv, values = ["", f"--config.{name}={text}"], flags.FlagValues()
     try:
         config_flags.DEFINE_config_dict("config", raw, flag_values=values, sys_argv=argv)
         values(argv)
     except flags.IllegalFlagValueError:
-        raise configuration.wrong(name, text or "''") from None
+        raise schema.wrong(configuration.keys(), name, text or "''") from None
 
 
 def _usable(workdir: Path) -> Path:

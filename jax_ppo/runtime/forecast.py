@@ -5,13 +5,32 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_ppo import sharding
-from jax_ppo.config import Config, keys, to_dict
+from jax_ppo import schema, sharding
+from jax_ppo.config import Config, keys
 from jax_ppo.data.task import Task
 from jax_ppo.models import attention
 from jax_ppo.ppo.logprobs import BLOCK_ELEMENTS
 from jax_ppo.steps import Network, Steps
+
+# Part of a device's name -> peak of dense bfloat16 products with float32 sums, operations a second.
+PEAK_FLOPS = {
+    "h200": 989e12,
+    "h100": 989e12,
+    "b200": 2250e12,
+    "a100": 312e12,
+    "l40s": 362e12,
+    "a10g": 70e12,
+    "rtx 4090": 165e12,
+    "rtx 3090": 71e12,
+    "tpu v4": 275e12,
+    "tpu v5 lite": 197e12,
+    "tpu v5e": 197e12,
+    "tpu v5p": 459e12,
+    "tpu v5": 459e12,
+    "tpu v6": 918e12,
+}
 
 
 def shard_bytes(shapes: Any, shardings: Any) -> int:
@@ -34,7 +53,7 @@ def memory(config: Config, steps: Steps, shape: tuple[int, int], prompt_width: i
       prompt_width: P.
 
     Returns:
-      "actor" and "critic" with their moments, "reference", "gradients" of one network, "rollout": weights and cache of the token
+      "actor" and "critic" with their moments, "base" that adapters stand on, "reference", "gradients" of one network, "rollout": weights and cache of the token
       loop, and "activations".
     """
     master, mesh, actor = config.model.param_dtype, steps.mesh, steps.actor
@@ -43,12 +62,16 @@ def memory(config: Config, steps: Steps, shape: tuple[int, int], prompt_width: i
     weights = [shard_bytes(n.typed_shapes(master), n.shardings) for n in nets]
     # The sum over micro-batches is in float32; beside it stands the gradient of one of them.
     gradients = [shard_bytes(n.typed_shapes(jnp.float32), n.shardings) + w for n, w in zip(nets, weights, strict=True)]
+    adapted = config.model.lora.rank > 0
+    # One frozen copy serves actor, critic and reference; a critic from elsewhere has one of its own.
+    base = [_plain_bytes(n) for n in nets[: 2 if config.critic.path else 1]] if adapted else [0]
     return {
         "critic": 0,
         **state,
-        "reference": weights[0] if config.ppo.kl_coef or config.ppo.kl_loss_coef else 0,
+        "base": sum(base),
+        "reference": weights[0] if not adapted and (config.ppo.kl_coef or config.ppo.kl_loss_coef) else 0,
         "gradients": max(gradients),
-        "rollout": shard_bytes(actor.typed_shapes(actor.dtype), sharding.decode_specs(actor.shapes, mesh))
+        "rollout": shard_bytes(_typed(actor.plain, actor.dtype), sharding.decode_specs(actor.plain, mesh))
         + _cache(config, actor, prompt_width),
         "activations": max(_activations(n, shape) for n in nets),
     }
@@ -57,7 +80,39 @@ def memory(config: Config, steps: Steps, shape: tuple[int, int], prompt_width: i
 def peak(parts: dict[str, int]) -> int:
     """The largest sum of what stands in memory at the same time: rollout and update do not overlap."""
     update = parts["gradients"] + parts["activations"]
-    return parts["actor"] + parts["critic"] + parts["reference"] + max(parts["rollout"], update)
+    return parts["actor"] + parts["critic"] + parts["base"] + parts["reference"] + max(parts["rollout"], update)
+
+
+def update_flops(network: Network, lengths: np.ndarray) -> float:
+    """Floating-point operations that one pass of updates over some sequences needs; what is computed again does not count.
+
+    Forward and backward of every matrix are 6 operations a weight and token, 4 where the weight is frozen; those of causal
+    attention 6 x G K H x length^2 a layer. A head on another network's hidden states needs their forward pass alone.
+
+    Args:
+      network: in training.
+      lengths: [B] tokens of each sequence, prompt and response.
+    """
+    model, tokens = network.model, float(np.sum(lengths))
+    size = lambda shapes: sum(  # noqa: E731
+        math.prod(x.shape)
+        for path, x in jax.tree_util.tree_leaves_with_path(shapes)
+        if path[-1].key in ("kernel", "lora_a", "lora_b")
+    )
+    tied = model.vocab_size * model.hidden_size if "lm_head" not in network.plain and "score" not in network.plain else 0
+    whole, trained = size(network.plain) + tied, size(network.shapes)
+    squares = (
+        model.num_hidden_layers * model.num_attention_heads * model.head_dim * float(np.sum(np.square(lengths, dtype=np.float64)))
+    )
+    if network.alone:
+        return 2 * whole * tokens + 2 * squares + 4 * trained * tokens
+    weights = 6 * whole if network.shapes is network.plain else 4 * whole + 6 * trained
+    return weights * tokens + 6 * squares
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak rate of dense bfloat16 products of one device, in operations a second, from the makers' data sheets; None if unknown."""
+    return next((rate for name, rate in PEAK_FLOPS.items() if name in device_kind.lower()), None)
 
 
 def overview(config: Config, steps: Steps, task: Task, shape: tuple[int, int]) -> list[tuple[str, str]]:
@@ -84,7 +139,7 @@ def overview(config: Config, steps: Steps, task: Task, shape: tuple[int, int]) -
         ("run", f"{_count(config.train.iterations, 'iteration')}, {_count(config.total_updates, 'update')}"),
         ("micro-batch", f"{shape[0]} rows x {shape[1]} tokens"),
         ("memory", total),
-        ("", "always: " + said("actor", "critic", "reference")),
+        ("", "always: " + said("actor", "critic", *(["base"] if parts["base"] else []), "reference")),
         ("", f"by turns: {said('rollout')}; {said('gradients', 'activations')}"),
         ("changed keys", ", ".join(changed(config)) or "none"),
     ]
@@ -92,7 +147,7 @@ def overview(config: Config, steps: Steps, task: Task, shape: tuple[int, int]) -
 
 def changed(config: Config) -> list[str]:
     """key=value of everything that differs from the defaults."""
-    values = {f"{section}.{key}": value for section, inside in to_dict(config).items() for key, value in inside.items()}
+    values = {name: schema.read(config, name) for name in keys()}
     return [f"{name}={values[name]}" for name, key in keys().items() if values[name] != key.default]
 
 
@@ -106,10 +161,21 @@ def _count(number: int, noun: str) -> str:
 
 
 def _describe(network: Network) -> str:
-    model, count = network.model, sum(math.prod(x.shape) for x in jax.tree.leaves(network.shapes))
+    model = network.model
+    count, whole = (sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) for shapes in (network.shapes, network.plain))
     if network.alone:
         return f"{count:,} parameters: a head on the actor's hidden states"
-    return f"{count:,} parameters: {model.num_hidden_layers} layers, width {model.hidden_size}, vocabulary {model.vocab_size:,}"
+    shape = f"{model.num_hidden_layers} layers, width {model.hidden_size}, vocabulary {model.vocab_size:,}"
+    return f"{whole:,} parameters: {shape}" + (f"; frozen, {count:,} beside them are trained" if count < whole else "")
+
+
+def _typed(shapes: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), shapes)
+
+
+def _plain_bytes(network: Network) -> int:
+    """Frozen weights, counted in the compute dtype, which is that of most files."""
+    return shard_bytes(_typed(network.plain, network.dtype), network.plain_shardings)
 
 
 def _cache(config: Config, actor: Network, prompt_width: int) -> int:

@@ -91,7 +91,7 @@ TINY = "--config=configs/tiny.py"
         ([TINY, "--config.batch=8.5"], "config.batch: no such key; did you mean rollout.batch or warmstart.batch?"),
         ([TINY, "--config.rolout.batch=8"], "config.rolout.batch: no such key; did you mean rollout.batch?"),
         ([TINY, "--config.mesh.zzz=8"], "config.mesh.zzz: no such key; mesh has data, fsdp, tensor"),
-        ([TINY, "--config.zzz=8"], "config.zzz: no such key; the sections are model, critic, data,"),
+        ([TINY, "--config.zzz=8"], "config.zzz: no such key; the sections are model, model.lora, critic, data,"),
         ([TINY, "--config.ppo.gamma.x=8"], "config.ppo.gamma.x: no such key"),
         ([TINY, "--config.mesh=2"], "config.mesh=2: is a section; set its keys one by one: mesh.data, mesh.fsdp, mesh.tensor"),
         ([TINY, "--config.mesh={'data': 2}"], "config.mesh={'data': 2}: is a section"),
@@ -284,10 +284,10 @@ def test_help_explains_every_key(capsys):
     assert max(map(len, out.splitlines()[1:])) <= 120
     flat = " ".join(out.split())
     assert "--which=WHICH of them" in flat and "model: The actor." in flat
-    sections = re.split(r"\n\n(?=\w+: )", out)[1:]
+    sections = re.split(r"\n\n(?=[\w.]+: )", out)[1:]
     texts = {section.partition(":")[0]: " ".join(section.split()) for section in sections}
     for name, key in configuration.keys().items():
-        section, _, last = name.partition(".")
+        section, _, last = name.rpartition(".")
         default = str(key.default).lower() if isinstance(key.default, bool) else str(key.default) or "''"
         assert f" {last}={default} {key.meaning}" in texts[section], name
         assert key.rule in texts[section], name

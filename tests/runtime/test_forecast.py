@@ -75,6 +75,16 @@ def test_no_reference_without_a_kl():
     assert forecast.memory(*steps(**{"ppo.kl_coef": 0.0, "ppo.kl_loss_coef": 0.1}), (8, 56), 24)["reference"] > 0
 
 
+def test_adapters_stand_on_one_frozen_copy():
+    parts, whole = forecast.memory(*steps(**{"model.lora.rank": 2}), (8, 56), 24), forecast.memory(*steps(), (8, 56), 24)
+    _, made = steps(**{"model.lora.rank": 2})
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(made.actor.shapes))
+    assert parts["actor"] == 3 * 4 * count + 16 and count < sum(math.prod(x.shape) for x in jax.tree.leaves(made.actor.plain)) / 3
+    assert parts["base"] == 2 * sum(math.prod(x.shape) for x in jax.tree.leaves(made.actor.plain)) and parts["reference"] == 0
+    assert parts["gradients"] < whole["gradients"] / 3 and whole["base"] == 0
+    assert parts["rollout"] == whole["rollout"]
+
+
 def test_slots_bound_the_cache_and_micro_tokens_the_activations():
     parts = forecast.memory(*steps(), (8, 56), 24)
     fewer = forecast.memory(*steps(**{"rollout.slots": 8}), (8, 56), 24)
@@ -84,9 +94,9 @@ def test_slots_bound_the_cache_and_micro_tokens_the_activations():
 
 
 def test_the_peak_counts_what_exists_together():
-    parts = {"actor": 1000, "critic": 500, "reference": 200, "gradients": 40, "rollout": 50, "activations": 7}
-    assert forecast.peak(parts) == 1750
-    assert forecast.peak(parts | {"activations": 20}) == 1760
+    parts = {"actor": 1000, "critic": 500, "base": 100, "reference": 200, "gradients": 40, "rollout": 50, "activations": 7}
+    assert forecast.peak(parts) == 1850
+    assert forecast.peak(parts | {"activations": 20}) == 1860
 
 
 @pytest.mark.parametrize(
@@ -148,3 +158,22 @@ def test_a_device_that_is_too_small_is_told(monkeypatch):
     assert "it has 0.1 MB: too little; lower ppo.micro_tokens or rollout.slots" in row
     device.memory_stats = lambda: {"bytes_limit": 10**9}
     assert "too little" not in dict(forecast.overview(config, made, task, (8, 56)))["memory"]
+
+
+def test_operations_of_an_update_by_hand():
+    """Every matrix counts 6 a weight and token, but an embedding that is only looked up; causal attention 6 a pair of tokens."""
+    lengths = np.array([3, 5])
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    attended = 6 * 2 * 4 * 8 * (3**2 + 5**2)
+    actor, critic = steps()[1].actor, steps()[1].critic
+    assert forecast.update_flops(actor, lengths) == 6 * (2 * layer + 32 * 64) * 8 + attended
+    assert forecast.update_flops(critic, lengths) == 6 * (2 * layer + 32) * 8 + attended
+    adapted = steps(**{"model.lora.rank": 2, "model.lora.targets": "q_proj"})[1].actor
+    assert forecast.update_flops(adapted, lengths) == (4 * (2 * layer + 32 * 64) + 6 * 2 * 2 * (32 + 32)) * 8 + attended
+    head = steps(**{"critic.trunk": "actor"})[1].critic
+    assert forecast.update_flops(head, lengths) == (2 * (2 * layer + 32) + 4 * 32) * 8 + attended / 3
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("NVIDIA H200", 989e12), ("TPU v5 lite", 197e12), ("TPU v5", 459e12), ("cpu", None)])
+def test_peak_rates(kind, rate):
+    assert forecast.peak_flops(kind) == rate
