@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ppo import sharding
+from jax_ppo import probe, sharding
 from jax_ppo.config import Config, OptimConfig
 from jax_ppo.models import qwen
 from jax_ppo.models.layers import QwenConfig
@@ -54,7 +54,7 @@ class Network:
           alone:         only the head is trained; the hidden states are another network's.
 
         Raises:
-          InputError: if the mesh does not divide a parameter, or the heads.
+          InputError: if the mesh does not divide a parameter, or the heads, or the attention asked for does not run here.
         """
         if model.num_key_value_heads % mesh.shape["tensor"]:
             raise InputError(
@@ -62,7 +62,8 @@ class Network:
             )
         self.model, self.mesh = model, mesh
         self.dtype = compute_dtype(config.model.compute_dtype)
-        self.method, self.remat = config.model.attention, config.model.remat
+        self.attention = probe.choose(config.model.attention, model, self.dtype, jax.jit)
+        self.method, self.remat = self.attention.method, config.model.remat
         self.alone = alone
         self.shapes = jax.eval_shape(lambda: qwen.init(jax.random.key(0), model, head=head))
         if alone:

@@ -57,7 +57,7 @@ EDGES = {
     "model.path": (["a", "builtin"], [""]),
     "model.param_dtype": (["float32", "bfloat16"], ["float16", ""]),
     "model.compute_dtype": (["auto", "float32", "bfloat16"], ["fp32"]),
-    "model.attention": (["auto", "full", "blockwise"], ["flash"]),
+    "model.attention": (["auto", "full", "blockwise", "cudnn", "splash"], ["flash"]),
     "data.path": (["a"], [""]),
     "data.eval_path": (["", "a"], []),
     "data.eval_limit": ([0, 1], [-1]),

@@ -76,6 +76,7 @@ def overview(config: Config, steps: Steps, task: Task, shape: tuple[int, int]) -
         ("actor", _describe(steps.actor)),
         ("critic", _describe(steps.critic) if steps.critic else f"none; advantages by {ppo.estimator}"),
         ("numbers", f"weights {config.model.param_dtype}, compute {jnp.dtype(steps.actor.dtype).name}"),
+        ("attention", steps.actor.attention.describe(shape[1])),
         ("data", f"{task.name}: {len(task.train):,} training and {len(task.test):,} held-out problems"),
         ("prompts", f"up to {task.prompt_width} tokens"),
         ("responses", f"up to {rollout.max_response_tokens} tokens, ended by {' or '.join(map(str, task.end_ids))}"),
@@ -126,6 +127,9 @@ def _activations(network: Network, shape: tuple[int, int]) -> int:
     rows, length = shape[0] // sharding.row_shards(network.mesh), shape[1]
     kept = model.num_hidden_layers * (1 if network.remat else 12) * model.hidden_size
     inside = 4 * model.hidden_size + 4 * model.intermediate_size
-    scores = 2 * rows * model.num_attention_heads * min(length, 2 * attention.BLOCK) * length * 4
+    block = {"blockwise": min(length, 2 * attention.BLOCK), "full": length}.get(attention.by_xla(network.method, length), 0)
+    scores = 2 * rows * model.num_attention_heads * block * length * 4
+    if network.method == "cudnn":
+        scores = 3 * rows * length * length * itemsize  # the mask as a bias, its gradient, and the mask
     logits = 3 * min(BLOCK_ELEMENTS, rows * length * model.vocab_size) * 4
     return rows * length * (kept + inside) * itemsize + scores + logits
