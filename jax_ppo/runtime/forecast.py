@@ -50,7 +50,7 @@ def memory(config: Config, steps: Steps, shape: tuple[int, int], prompt_width: i
         "gradients": max(gradients),
         "rollout": shard_bytes(actor.typed_shapes(actor.dtype), sharding.decode_specs(actor.shapes, mesh))
         + _cache(config, actor, prompt_width),
-        "activations": max(_activations(n, shape) for n in nets),
+        "activations": max(activations(n, shape) for n in nets),
     }
 
 
@@ -122,7 +122,8 @@ def _cache(config: Config, actor: Network, prompt_width: int) -> int:
     return 2 * rows * columns * (model.num_hidden_layers + 1) * heads * model.head_dim * jnp.dtype(actor.dtype).itemsize
 
 
-def _activations(network: Network, shape: tuple[int, int]) -> int:
+def activations(network: Network, shape: tuple[int, int]) -> int:
+    """Bytes of one device for the backward pass of one network over a micro-batch of shape (N, L)."""
     model, itemsize = network.model, jnp.dtype(network.dtype).itemsize
     rows, length = shape[0] // sharding.row_shards(network.mesh), shape[1]
     kept = model.num_hidden_layers * (1 if network.remat else 12) * model.hidden_size
