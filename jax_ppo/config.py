@@ -64,8 +64,9 @@ class ModelConfig:
     )
     attention: str = key(
         "auto",
-        "full scores a row against itself at once, blockwise in blocks of queries; auto chooses by size",
-        one_of("auto", "full", "blockwise"),
+        "full scores a row against itself at once, blockwise in blocks of queries; splash (TPU) and cudnn (GPU) are kernels;"
+        " auto takes the kernel where it runs, else full or blockwise by size",
+        one_of("auto", "full", "blockwise", "cudnn", "splash"),
     )
     remat: bool = key(True, "compute the activations of a layer again in the backward pass instead of keeping them")
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -239,6 +239,8 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
     model, task = hf.load_config(found.directory), tasks.load(config, found.directory)
     steps = Steps(config, model, None, mesh)
     with jax.set_mesh(mesh), Display(0) as display:
+        if steps.actor.attention.note:
+            display.say(f"attention: {steps.actor.attention.note}", "yellow")
         iteration, params = load_actor(found, model, steps, config.model.param_dtype, display)
         weights = steps.decode_weights(params)
         engine = make_engine(config, steps, prompt_width=task.prompt_width, end_ids=task.end_ids, pad_id=task.pad_id)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ppo import sharding
+from jax_ppo import probe, sharding
 from jax_ppo.config import Config, OptimConfig
 from jax_ppo.models import lora, qwen
 from jax_ppo.models.layers import QwenConfig
@@ -56,7 +56,7 @@ class Network:
         With `model.lora` adapters and the critic's head are trained, on frozen weights.
 
         Raises:
-          InputError: if the mesh does not divide a parameter, or the heads.
+          InputError: if the mesh does not divide a parameter, or the heads, or the attention asked for does not run here.
         """
         if model.num_key_value_heads % mesh.shape["tensor"]:
             raise InputError(
@@ -64,7 +64,8 @@ class Network:
             )
         self.model, self.mesh = model, mesh
         self.dtype = compute_dtype(config.model.compute_dtype)
-        self.method, self.remat = config.model.attention, config.model.remat
+        self.attention = probe.choose(config.model.attention, model, self.dtype, jax.jit)
+        self.method, self.remat = self.attention.method, config.model.remat
         self.alone = alone
         adapters = config.model.lora
         self.scale = adapters.alpha / adapters.rank if adapters.rank else 1.0

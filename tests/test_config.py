@@ -59,7 +59,7 @@ EDGES = {
     "model.path": (["a", "builtin"], [""]),
     "model.param_dtype": (["float32", "bfloat16"], ["float16", ""]),
     "model.compute_dtype": (["auto", "float32", "bfloat16"], ["fp32"]),
-    "model.attention": (["auto", "full", "blockwise"], ["flash"]),
+    "model.attention": (["auto", "full", "blockwise", "cudnn", "splash"], ["flash"]),
     "model.lora.rank": ([0, 8], [-1]),
     "model.lora.alpha": ([0.5, 32.0], [0.0, -1.0]),
     "model.lora.targets": (["q_proj", "q_proj,down_proj"], ["", "q_proj,", "lm_head", "q_proj, v_proj"]),

@@ -29,6 +29,7 @@ LAYERS = (
     # Above the mathematics, which takes scalars and never the configuration.
     Layer(("config", "schema"), pure=True),
     Layer(("rewards",), pure=True),
+    Layer(("probe",), pure=False),
     Layer(("steps",), pure=False),
     Layer(("learner", "warmstart", "data", "runtime", "rollout.engine"), pure=False),
     Layer(("evaluate", "job"), pure=False),

@@ -33,6 +33,7 @@ def config(**sections):
     [
         ({"mesh": {"data": 3}}, r"data=3.*number of devices, 8"),
         ({"mesh": {"fsdp": 2, "tensor": 4}}, r"config\.mesh\.tensor=4: must divide the model's 2 key-value heads"),
+        ({"model": {"attention": "splash"}}, r"config\.model\.attention='splash': does not run here: it needs a TPU"),
         ({"ppo": {"micro_tokens": 100}}, r"config\.ppo\.micro_tokens=100: .*8 row shards of the mesh, 384"),
         ({"critic": {"path": str(GOLDENS / "qwen2_tied")}}, r"config\.critic\.path=.*vocabulary 64, the actor has 384"),
         ({"model": {"path": str(GOLDENS / "qwen2_tied")}}, "no tokenizer"),

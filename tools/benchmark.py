@@ -1,6 +1,7 @@
 """How fast is it, and how far from what the machine could do? One JSON line a repetition.
 
     python tools/benchmark.py rollout [--model=HF_DIR] [--workload=small|equal|ragged] [--repeat=3]
+    python tools/benchmark.py tpu [--topology=v5e:2x4] [--rows=32] [--length=2048] [--attention=splash,blockwise]
     python tools/benchmark.py update --model=HF_DIR --data=GSM8K [--layers=4] [--micro-tokens=4096] [--repeat=3]
 
     small    16 prompts of 32 tokens, 64 new ones each, a random model of 4 layers and width 256
@@ -9,6 +10,8 @@
     peer     the workload `ragged` through `generate` of transformers, for which torch is needed
     update   one update of the actor on 16 problems with their solutions as responses, of random weights in the shape of the
              model in HF_DIR: packed, and then as one sequence a row of 1,536 tokens, in turns
+    tpu      no time but memory: a micro-batch of the actor's update in the shape of Qwen2.5-0.5B, compiled for the TPUs of a
+             topology, none of which need be here; install jax[tpu], and set JAX_PLATFORMS=cpu and TPU_SKIP_MDS_QUERY=1
 
 The floor is the time that the matrix products of the workload would take at the rate measured for that number of rows, or
 the reading of the weights at the measured bandwidth, whichever is longer, token by token; everything else would be free.
@@ -28,6 +31,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
 
 from jax_ppo import sharding
 from jax_ppo.config import Config, ModelConfig, RolloutConfig
@@ -37,7 +42,7 @@ from jax_ppo.models import hf, qwen
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.ppo import packing
 from jax_ppo.steps import Steps
-from jax_ppo.types import Experience, Params, Problem, Prompts, Rollout
+from jax_ppo.types import Experience, PackedBatch, Params, Problem, Prompts, Rollout
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 SMALL = QwenConfig(
@@ -53,6 +58,15 @@ SMALL = QwenConfig(
     tie_word_embeddings=False,
     attention_bias=True,
     qk_norm=False,
+)
+HALF_BILLION = dataclasses.replace(
+    SMALL,
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    tie_word_embeddings=True,
 )
 
 
@@ -250,6 +264,45 @@ def update(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     }
 
 
+def tpu(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Compiles one micro-batch of the actor's update for all chips of a topology, with each attention, with remat and without.
+
+    `memory` is what XLA's `memory_analysis` says of one chip; weights, gradients and batch are the arguments, and `gb` is all
+    of it at once. A program that does not fit is told by the compiler, with what it would need.
+    """
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=arguments.topology).devices
+    mesh = Mesh(np.reshape(devices, (1, -1, 1)), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+    shape = (arguments.rows, arguments.length)
+    rows, everywhere = sharding.rows(mesh), sharding.replicated(mesh)
+    typed = lambda shape, dtype, place: jax.ShapeDtypeStruct(shape, dtype, sharding=place)  # noqa: E731
+    batch = PackedBatch(*[typed(shape, jnp.int32, rows)] * 6)
+    experience = Experience(*[typed((256, 1024), jnp.float32, everywhere)] * 7)
+    total = typed((), jnp.float32, everywhere)
+    for method in arguments.attention.split(","):
+        for remat in (True, False):
+            config = Config(model=ModelConfig(compute_dtype="bfloat16", remat=remat))
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                steps = Steps(config, HALF_BILLION, None, mesh)
+                # Past the probe, which would ask the machine that this runs on.
+                steps.actor.method = method
+                params = jax.tree.map(
+                    lambda x, s: typed(x.shape, x.dtype, s), steps.actor.typed_shapes("float32"), steps.actor.shardings
+                )
+                lowered = steps.update_actor.lower(params, params, {}, batch, experience, total, total)
+            start = time.perf_counter()
+            said: dict[str, Any] = {"topology": arguments.topology, "rows": shape[0], "length": shape[1]}
+            said |= {"attention": method, "remat": remat}
+            try:
+                compiled = lowered.compile()
+            except jax.errors.JaxRuntimeError as error:
+                yield said | {"error": str(error)}
+                continue
+            memory = compiled.memory_analysis()
+            parts = {name: getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
+            whole = parts["argument"] + parts["output"] - parts["alias"] + parts["temp"]
+            yield said | {"gb": whole / 1e9, "memory": parts, "compile_s": time.perf_counter() - start}
+
+
 def peer(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The ragged workload through transformers."""
     import torch
@@ -291,7 +344,7 @@ def peer(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Parses the command line and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rollout", "update", "peer"])
+    parser.add_argument("what", choices=["rollout", "update", "peer", "tpu"])
     parser.add_argument("--model", type=Path, help="Hugging Face directory")
     parser.add_argument("--data", default="", help="directory or JSONL of GSM8K")
     parser.add_argument("--workload", choices=["small", "equal", "ragged"], default="small")
@@ -299,8 +352,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--micro-tokens", type=int, default=4096)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--topology", default="v5e:2x4", help="of TPUs, for tpu")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--attention", default="splash,blockwise", help="methods to compare, for tpu")
     arguments = parser.parse_args()
-    for line in {"rollout": rollout, "update": update, "peer": peer}[arguments.what](arguments):
+    for line in {"rollout": rollout, "update": update, "peer": peer, "tpu": tpu}[arguments.what](arguments):
         print(json.dumps(line), flush=True)
 
 

@@ -69,7 +69,7 @@ def hidden_states(
       config:      the model.
       tokens:      [N, L] int32.
       positions:   [N, L] int32, within the own sequence.
-      segment_ids: [N, L] int32; tokens read their own segment only.
+      segment_ids: [N, L] int32; tokens read their own segment only. 0 is padding.
       dtype:       of activations and matmuls.
       method:      of attention, see `attention.packed`.
       remat:       keep only the input of each layer for the backward pass.
@@ -132,6 +132,8 @@ def logits(
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     if segment_ids is None:
         segment_ids = jnp.ones(tokens.shape, jnp.int32)
+    # Nothing is padding here: a caller may count from 0.
+    segment_ids = jnp.asarray(segment_ids) - jnp.min(segment_ids) + 1
     # Accelerators multiply float32 matrices in fewer bits unless told otherwise.
     with jax.default_matmul_precision("float32"):
         hidden, _ = hidden_states(params, config, tokens, positions, segment_ids, dtype=jnp.float32, remat=False)

@@ -73,7 +73,7 @@ def memory(config: Config, steps: Steps, shape: tuple[int, int], prompt_width: i
         "gradients": max(gradients),
         "rollout": shard_bytes(_typed(actor.plain, actor.dtype), sharding.decode_specs(actor.plain, mesh))
         + _cache(config, actor, prompt_width),
-        "activations": max(_activations(n, shape) for n in nets),
+        "activations": max(activations(n, shape) for n in nets),
     }
 
 
@@ -131,6 +131,7 @@ def overview(config: Config, steps: Steps, task: Task, shape: tuple[int, int]) -
         ("actor", _describe(steps.actor)),
         ("critic", _describe(steps.critic) if steps.critic else f"none; advantages by {ppo.estimator}"),
         ("numbers", f"weights {config.model.param_dtype}, compute {jnp.dtype(steps.actor.dtype).name}"),
+        ("attention", steps.actor.attention.describe(shape[1])),
         ("data", f"{task.name}: {len(task.train):,} training and {len(task.test):,} held-out problems"),
         ("prompts", f"up to {task.prompt_width} tokens"),
         ("responses", f"up to {rollout.max_response_tokens} tokens, ended by {' or '.join(map(str, task.end_ids))}"),
@@ -187,11 +188,15 @@ def _cache(config: Config, actor: Network, prompt_width: int) -> int:
     return 2 * rows * columns * (model.num_hidden_layers + 1) * heads * model.head_dim * jnp.dtype(actor.dtype).itemsize
 
 
-def _activations(network: Network, shape: tuple[int, int]) -> int:
+def activations(network: Network, shape: tuple[int, int]) -> int:
+    """Bytes of one device for the backward pass of one network over a micro-batch of shape (N, L)."""
     model, itemsize = network.model, jnp.dtype(network.dtype).itemsize
     rows, length = shape[0] // sharding.row_shards(network.mesh), shape[1]
     kept = model.num_hidden_layers * (1 if network.remat else 12) * model.hidden_size
     inside = 4 * model.hidden_size + 4 * model.intermediate_size
-    scores = 2 * rows * model.num_attention_heads * min(length, 2 * attention.BLOCK) * length * 4
+    block = {"blockwise": min(length, 2 * attention.BLOCK), "full": length}.get(attention.by_xla(network.method, length), 0)
+    scores = 2 * rows * model.num_attention_heads * block * length * 4
+    if network.method == "cudnn":
+        scores = 3 * rows * length * length * itemsize  # the mask as a bias, its gradient, and the mask
     logits = 3 * min(BLOCK_ELEMENTS, rows * length * model.vocab_size) * 4
     return rows * length * (kept + inside) * itemsize + scores + logits

@@ -1,15 +1,23 @@
-"""Attention against loops in float64, forward and backward, and what it must never read or build."""
+"""Attention against loops in float64, forward and backward, and what it must never read or build.
+
+The kernel of TPUs runs in interpret mode here, and in place of the one of cuDNN XLA's version of the same function: what
+is prepared for both, and what is made of their results, is what runs on an accelerator.
+"""
+
+from functools import partial
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_ppo import sharding
 from jax_ppo.models import attention
 
-# Three blocks of eight, the last one ragged; segments that begin inside a block and span blocks. 0 is padding, a segment like
-# the others.
+METHODS = ["full", "blockwise", "cudnn", "splash"]
+# Three blocks of eight, the last one ragged; segments that begin inside a block and span blocks. 0 is padding.
 LENGTH, BLOCK = 21, 8
 SEGMENTS = np.array([[1] * 5 + [2] * 13 + [3] * 3, [0] * 4 + [1] * 17])
 
@@ -17,6 +25,13 @@ SEGMENTS = np.array([[1] * 5 + [2] * 13 + [3] * 3, [0] * 4 + [1] * 17])
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", BLOCK)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Makes every method run on a CPU."""
+    monkeypatch.setattr(attention, "by_splash", partial(attention.by_splash, interpret=True))
+    monkeypatch.setattr(attention, "by_cudnn", partial(attention.by_cudnn, implementation="xla"))
 
 
 def draw(seed, *shape, dtype=np.float32):
@@ -30,12 +45,14 @@ def inputs():
 
 
 def loop(q, k, v, mask, d_out):
-    """Outputs and gradients of sum(d_out * outputs), one query and head at a time, in float64."""
+    """Outputs and gradients of sum(d_out * outputs), one query and head at a time, in float64. No key, no output."""
     q, k, v, d_out = (x.astype(np.float64) for x in (q, k, v, d_out))
     out, d_q, d_k, d_v = np.zeros_like(d_out), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     scale = 1 / np.sqrt(q.shape[-1])
     for b, t, h, g in np.ndindex(q.shape[:4]):
         keys = np.flatnonzero(mask[b, t])
+        if not len(keys):
+            continue
         scores = k[b, keys, h] @ q[b, t, h, g] * scale
         weights = np.exp(scores - scores.max())
         weights /= weights.sum()
@@ -50,25 +67,94 @@ def loop(q, k, v, mask, d_out):
 
 def may_read(segments):
     length = segments.shape[1]
-    return (segments[:, :, None] == segments[:, None, :]) & (np.arange(length)[:, None] >= np.arange(length))[None]
+    causal = (np.arange(length)[:, None] >= np.arange(length))[None]
+    return (segments[:, :, None] == segments[:, None, :]) & causal & (segments != 0)[:, :, None]
 
 
-@pytest.mark.parametrize("method", ["full", "blockwise", "auto"])
-def test_packed_against_a_loop(small_blocks, method):
-    q, k, v, d_out = inputs()
+def value_and_gradients(method, q, k, v, segments, d_out):
+    """(out, dq, dk, dv) of sum(d_out * out), in float32."""
 
     def scalar(q, k, v):
-        out = attention.packed(q, k, v, jnp.asarray(SEGMENTS), method=method)
+        out = attention.packed(q, k, v, jnp.asarray(segments), method=method)
         return jnp.sum(out * d_out), out
 
     gradients, out = jax.jit(jax.grad(scalar, argnums=(0, 1, 2), has_aux=True))(q, k, v)
-    expected = loop(q, k, v, may_read(SEGMENTS), d_out)
-    for name, result, truth in zip(("out", "dq", "dk", "dv"), (out, *gradients), expected, strict=True):
+    return [np.asarray(x, np.float32) for x in (out, *gradients)]
+
+
+@pytest.mark.parametrize("method", [*METHODS, "auto"])
+def test_packed_against_a_loop(small_blocks, kernels, method):
+    q, k, v, d_out = inputs()
+    results = value_and_gradients(method, q, k, v, SEGMENTS, d_out)
+    for name, result, truth in zip(("out", "dq", "dk", "dv"), results, loop(q, k, v, may_read(SEGMENTS), d_out), strict=True):
         np.testing.assert_allclose(result, truth, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("method", ["full", "blockwise"])
-def test_gradients_show_causality(small_blocks, method):
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("length", "heads", "group", "size", "dtype", "tolerance"),
+    [
+        (300, 1, 2, 64, np.float32, 1e-5),  # three blocks, the last one with padding behind it
+        (256, 2, 1, 128, np.float32, 1e-5),  # two blocks and no padding
+        (131, 1, 7, 64, jnp.bfloat16, 0.02),  # an odd length, and the group of Qwen2.5-0.5B
+    ],
+)
+def test_methods_agree_at_the_sizes_of_models(monkeypatch, kernels, method, length, heads, group, size, dtype, tolerance):
+    """Against "full" in float32, from the same rounded inputs; the error is that of the largest entry."""
+    monkeypatch.setattr(attention, "BLOCK", 128)
+    q, d_out = draw(14, 2, length, heads, group, size, dtype=dtype), draw(15, 2, length, heads, group, size)
+    k, v = draw(16, 2, length, heads, size, dtype=dtype), draw(17, 2, length, heads, size, dtype=dtype)
+    segments = np.array([[1] * 50 + [2] * 70 + [3] * (length - 125) + [0] * 5, [0] * 3 + [4] * (length - 3)])
+    results = value_and_gradients(method, q, k, v, segments, d_out)
+    expected = value_and_gradients("full", *(x.astype(np.float32) for x in (q, k, v)), segments, d_out)
+    for name, result, truth in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
+        assert np.abs(result - truth).max() < tolerance * np.abs(truth).max(), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_whatever_stands_in_padding_changes_nothing(small_blocks, kernels, method):
+    """NaN included; a query of padding yields 0, and its gradients are 0."""
+    q, k, v, d_out = inputs()
+    padding = SEGMENTS == 0
+    assert padding.any()
+    clean = value_and_gradients(method, q, k, v, SEGMENTS, d_out)
+    for x in (q, k, v):
+        x[padding] = np.nan
+    for name, result, expected in zip(
+        ("out", "dq", "dk", "dv"), value_and_gradients(method, q, k, v, SEGMENTS, d_out), clean, strict=True
+    ):
+        np.testing.assert_array_equal(result, expected, err_msg=name)
+        assert not result[padding].any(), name
+        assert result[~padding].any(), name
+
+
+@pytest.mark.parametrize("method", ["cudnn", "splash"])
+def test_kernels_run_on_each_device_alone(kernels, method):
+    """Rows over four devices and heads over two: the same numbers, and nothing is sent, forward or backward."""
+    q, d_out = draw(18, 4, 40, 2, 2, 8), draw(19, 4, 40, 2, 2, 8)
+    k, v = draw(20, 4, 40, 2, 8), draw(21, 4, 40, 2, 8)
+    segments = np.repeat([[1] * 10 + [2] * 25 + [0] * 5, [1] * 40], 2, axis=0)
+    expected = value_and_gradients(method, q, k, v, segments, d_out)
+    mesh = sharding.make_mesh(2, 2, 2)
+    place = NamedSharding(mesh, PartitionSpec(sharding.ROWS, None, "tensor"))
+
+    def gradients(q, k, v, segments, d_out):
+        out, backward = jax.vjp(lambda *x: attention.packed(*x, segments, method=method), q, k, v)
+        return out, *backward(d_out)
+
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(x, place) for x in (q, k, v)]
+        rest = jax.device_put(segments, sharding.rows(mesh)), jax.device_put(d_out, place)
+        program = jax.jit(gradients).lower(*arrays, *rest).compile()
+        results = program(*arrays, *rest)
+    assert all(x.sharding.is_equivalent_to(place, x.ndim) for x in results)
+    assert not any(word in program.as_text() for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    for result, truth in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, truth, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_show_causality(small_blocks, kernels, method):
     """Output t moves with the values of its own segment up to t, and with no other."""
     q, k, v, _ = inputs()
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_ppo import sharding
 from jax_ppo.models import attention, hf, qwen
 from jax_ppo.models.layers import Yarn
 
@@ -138,6 +139,35 @@ def test_gradient_is_the_slope(untied, monkeypatch, method, remat):
     slope = float(jax.jit(jax.grad(along))(0.0))
     assert slope == pytest.approx(float(along(2e-4) - along(-2e-4)) / 4e-4, rel=5e-3)
     assert abs(slope) > 1e-2
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("method", ["cudnn", "splash"])
+def test_kernels_in_a_network_on_a_mesh(untied, monkeypatch, method, remat):
+    """Scanned, rematerialised and differentiated on eight devices, against full attention on one."""
+    monkeypatch.setattr(attention, "by_splash", partial(attention.by_splash, interpret=True))
+    monkeypatch.setattr(attention, "by_cudnn", partial(attention.by_cudnn, implementation="xla"))
+    params, config = untied
+    rng = np.random.default_rng(1)
+    tokens, positions = rng.integers(0, 64, (4, 20)), np.tile([*range(8), *range(9), 0, 0, 0], (4, 1))
+    segments = np.tile([1] * 8 + [2] * 9 + [0] * 3, (4, 1))
+    weight = jnp.asarray(rng.normal(size=(4, 20, 32)) * (segments != 0)[..., None], jnp.float32)
+
+    def scalar(params, tokens, positions, segments, method):
+        states = partial(qwen.hidden_states, dtype=jnp.float32, method=method, remat=remat)
+        return jnp.sum(states(params, config, tokens, positions, segments)[0] * weight)
+
+    gradient = jax.jit(jax.value_and_grad(scalar), static_argnames="method")
+    value, expected = gradient(params, tokens, positions, segments, method="full")
+    mesh = sharding.make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, sharding.parameter_specs(params, mesh))
+        rows = jax.device_put((tokens, positions, segments), sharding.rows(mesh))
+        there, results = gradient(placed, *rows, method=method)
+    assert float(there) == pytest.approx(float(value), rel=1e-5)
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
+    for result, truth in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(result, truth, atol=1e-5 * largest)
 
 
 # --- Decoding -------------------------------------------------------------------------------------------------------------

@@ -93,6 +93,19 @@ def test_slots_bound_the_cache_and_micro_tokens_the_activations():
     assert shorter["activations"] * 2 == parts["activations"] and shorter | {"activations": 0} == parts | {"activations": 0}
 
 
+def test_only_xla_stores_scores():
+    """Of two blocks of queries at most, where a row is read in blocks; cuDNN has a mask instead, and splash nothing."""
+    network, shape = steps()[1].actor, (2, 4096)
+    parts = {}
+    for network.method in ("full", "blockwise", "auto", "cudnn", "splash"):
+        parts[network.method] = forecast.activations(network, shape)
+    stored = {method: count - parts["splash"] for method, count in parts.items()}
+    heads = network.model.num_attention_heads
+    assert stored["full"] == 2 * 2 * heads * 4096 * 4096 * 4
+    assert stored["blockwise"] == stored["auto"] == stored["full"] // 4
+    assert stored["cudnn"] == 3 * 2 * 4096 * 4096 * 2
+
+
 def test_the_peak_counts_what_exists_together():
     parts = {"actor": 1000, "critic": 500, "base": 100, "reference": 200, "gradients": 40, "rollout": 50, "activations": 7}
     assert forecast.peak(parts) == 1850
@@ -141,6 +154,7 @@ def test_the_table_fits_into_80_columns():
         "16 prompts x 1 = 16 responses an iteration",
         "2 epochs x 4 minibatches of 4 = 8 updates",
         "100 iterations, 800 updates",
+        "attention full",
         "8 rows x 56 tokens",
         "MB a device at the peak, forecast",
         "always: actor 0.2 MB, critic 0.2 MB, reference",
