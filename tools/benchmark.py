@@ -1,6 +1,7 @@
 """How fast is it, and how far from what the machine could do? One JSON line a repetition.
 
     python tools/benchmark.py rollout [--model=HF_DIR] [--workload=small|equal|ragged] [--repeat=3]
+    python tools/benchmark.py iteration [--repeat=3]
     python tools/benchmark.py tpu [--topology=v5e:2x4] [--rows=32] [--length=2048] [--attention=splash,blockwise]
     python tools/benchmark.py update --model=HF_DIR --data=GSM8K [--layers=4] [--micro-tokens=4096] [--repeat=3]
 
@@ -10,6 +11,8 @@
     peer     the workload `ragged` through `generate` of transformers, for which torch is needed
     update   one update of the actor on 16 problems with their solutions as responses, of random weights in the shape of the
              model in HF_DIR: packed, and then as one sequence a row of 1,536 tokens, in turns
+    iteration  whole iterations, from prompts to both updated networks: 32 prompts of 5 to 16 tokens, 64 new ones each, with a
+             reference, 1 epoch of 1 minibatch, of a random model of 4 layers, width 128 and vocabulary 256
     tpu      no time but memory: a micro-batch of the actor's update in the shape of Qwen2.5-0.5B, compiled for the TPUs of a
              topology, none of which need be here; install jax[tpu], and set JAX_PLATFORMS=cpu and TPU_SKIP_MDS_QUERY=1
 
@@ -24,6 +27,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +39,14 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from jax_ppo import sharding
-from jax_ppo.config import Config, ModelConfig, RolloutConfig
+from jax_ppo.config import Config, DataConfig, ModelConfig, OptimConfig, PPOConfig, RolloutConfig
 from jax_ppo.data import dataset, prompts
 from jax_ppo.evaluate import make_engine
+from jax_ppo.learner import Learner, row_shape
 from jax_ppo.models import hf, qwen
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.ppo import packing
+from jax_ppo.runtime import forecast
 from jax_ppo.steps import Steps
 from jax_ppo.types import Experience, PackedBatch, Params, Problem, Prompts, Rollout
 
@@ -239,9 +245,7 @@ def update(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         some = max(arguments.micro_tokens // padded_to, 1)
         padded = [jax.tree.map(lambda *x: np.concatenate(x), *alone[i : i + some]) for i in range(0, count, some)]
         tokens = np.array([len(p) for p in prompt_tokens]) + lengths
-        matrices = sum(math.prod(x.shape) for x in jax.tree.leaves(steps.actor.shapes) if len(x.shape) > 1)
-        heads = model.num_attention_heads * model.head_dim * model.num_hidden_layers
-        flops = 6 * matrices * int(tokens.sum()) + 6 * 2 * heads * int((tokens.astype(np.int64) ** 2).sum()) / 2
+        flops = forecast.update_flops(steps.actor, tokens)
         total = jnp.float32(lengths.sum())
         for repetition in range(arguments.repeat + 1):
             for name, batches in (("packed", packed), ("padded", padded)):
@@ -262,6 +266,68 @@ def update(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         "tokens_per_s": int(tokens.sum()) / took,
                         "share_of_product_rate": flops / took / machine.rate(1024),
                     }
+
+
+def iteration(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Samples, scores on the host, values, estimates and updates, again and again, after two iterations that compile."""
+    model = dataclasses.replace(
+        SMALL, vocab_size=256, hidden_size=128, intermediate_size=512, head_dim=32, tie_word_embeddings=True
+    )
+    count, width, limit = 32, 16, 64
+    config = Config(
+        model=ModelConfig(remat=False),
+        data=DataConfig(max_prompt_tokens=width),
+        rollout=RolloutConfig(batch=count, max_response_tokens=limit, segment=arguments.segment),
+        ppo=PPOConfig(kl_coef=0.05, minibatches=1, micro_tokens=count * (width + limit)),
+        actor_optim=OptimConfig(lr=1e-3),
+    )
+    tokens = [np.array([3 + (i * 7 + j) % 200 for j in range(5 + i % 12)], np.int32) for i in range(count)]
+    prompts, mesh = Prompts([Problem("", "")] * count, tokens, np.arange(count)), sharding.make_mesh(1, -1, 1)
+    with jax.set_mesh(mesh):
+        steps = Steps(config, model, model, mesh)
+        machine = Machine(steps.actor.dtype)
+        start = lambda network, head: network.start(  # noqa: E731
+            jax.device_put(qwen.init(jax.random.key(0), model, head=head), network.shardings)
+        )
+        actor, critic = start(steps.actor, "lm_head"), start(steps.critic, "score")
+        reference = jax.tree.map(jnp.array, actor.params)
+        learner = Learner(config, steps, row_shape(config, width, sharding.row_shards(mesh)), actor, critic, reference)
+        engine = make_engine(config, steps, prompt_width=width, end_ids=(10**6,), pad_id=0)
+        engine.compile(learner.policy, steps.decode_weights(learner.policy))
+        for i in range(1, arguments.repeat + 3):
+            times: dict[str, float] = {}
+
+            @contextmanager
+            def clock(stage, times=times):
+                begun = time.perf_counter()
+                yield
+                times[stage] = time.perf_counter() - begun
+
+            begun = time.perf_counter()
+            with clock("gen"):
+                weights, key = steps.decode_weights(learner.policy), jax.random.fold_in(jax.random.key(0), i)
+                out: Rollout = engine.generate(learner.policy, weights, prompts, key, temperature=1.0)
+            with clock("reward"):
+                texts = [" ".join(f"t{t}" for t in row) for row in out.tokens]
+                scores = np.array([float(text.split().count("t7")) for text in texts], np.float32)
+            experience, _ = learner.experience(prompts, out, scores, config.ppo.kl_coef, clock)
+            learner.update(prompts, out, experience, i, clock)
+            took = time.perf_counter() - begun
+            lengths = prompts.lengths + out.lengths
+            flops = [forecast.update_flops(network, lengths) for network in (steps.actor, steps.critic)]
+            # Scoring is the forward third: of the actor twice, for the old policy and for the reference, and of the critic.
+            products = flops[0] * (1 + 2 / 3) + flops[1] * (1 + 1 / 3)
+            least = floor(machine, model, prompts.lengths, out.lengths) + products / machine.rate(2048)
+            if i > 2:
+                yield {
+                    "workload": "iteration",
+                    "new_tokens": int(out.lengths.sum()),
+                    "s_per_iteration": took,
+                    "floor_s": least,
+                    "share_of_floor": least / took,
+                    "update_gflop": sum(flops) / 1e9,
+                    "stages": times,
+                }
 
 
 def tpu(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -341,10 +407,13 @@ def peer(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
 
 
+WORK = {"rollout": rollout, "update": update, "iteration": iteration, "peer": peer, "tpu": tpu}
+
+
 def main() -> None:
     """Parses the command line and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rollout", "update", "peer", "tpu"])
+    parser.add_argument("what", choices=list(WORK))
     parser.add_argument("--model", type=Path, help="Hugging Face directory")
     parser.add_argument("--data", default="", help="directory or JSONL of GSM8K")
     parser.add_argument("--workload", choices=["small", "equal", "ragged"], default="small")
@@ -357,7 +426,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--attention", default="splash,blockwise", help="methods to compare, for tpu")
     arguments = parser.parse_args()
-    for line in {"rollout": rollout, "update": update, "peer": peer, "tpu": tpu}[arguments.what](arguments):
+    for line in WORK[arguments.what](arguments):
         print(json.dumps(line), flush=True)
 
 
