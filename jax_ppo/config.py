@@ -195,8 +195,14 @@ class TrainConfig:
 
     iterations: int = key(100, "in all, those before a resume included", POSITIVE)
     seed: int = key(0, "of everything random", Rule(lambda v: 0 <= v < 2**31, "from 0 to 2147483647"))
-    resume: str = key("auto", "auto continues a workdir that has checkpoints, never refuses one", one_of("auto", "never"))
+    resume: str = key(
+        "auto",
+        "auto continues a workdir that has checkpoints, never refuses one; WORKDIR or WORKDIR/checkpoints/N of another run starts a"
+        " workdir from there",
+        FILLED,
+    )
     max_skipped: int = key(5, "non-finite gradients in a row that end the run", POSITIVE)
+    heartbeat_seconds: int = key(100, "of several processes, one that is silent for so long is dead, and ends all", at_least(5))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jax_ppo.models import hf, lora, qwen
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.rewards import gsm8k
 from jax_ppo.rollout.engine import Engine
-from jax_ppo.runtime import checkpoint, cli, hub, metrics
+from jax_ppo.runtime import checkpoint, cli, distributed, hub, metrics
 from jax_ppo.runtime.display import Display, start_table
 from jax_ppo.steps import Steps
 from jax_ppo.types import Params, Prompts, Rollout
@@ -234,9 +235,13 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
     Raises:
       InputError: for anything wrong in the configuration, the data or the checkpoint.
     """
-    found = find_model(checkpoint_path)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    model, task = hf.load_config(found.directory), tasks.load(config, found.directory)
+
+    def read() -> tuple[Found, QwenConfig, Task]:
+        found = find_model(checkpoint_path)
+        return found, hf.load_config(found.directory), tasks.load(config, found.directory)
+
+    found, model, task = distributed.agree(read, lambda made: {"model": str(made[1]), **made[2].facts()})
     steps = Steps(config, model, None, mesh)
     with jax.set_mesh(mesh), Display(0) as display:
         if steps.actor.attention.note:
@@ -256,7 +261,8 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
             progress=lambda done, total: display.stage("evaluation", done, total),
         )
     file = (found.workdir or workdir) / "eval" / f"{iteration:06d}-full.json"
-    metrics.replace_file(file, json.dumps({"iteration": iteration, "checkpoint": checkpoint_path, **result}, indent=2) + "\n")
+    if distributed.is_first():
+        metrics.replace_file(file, json.dumps({"iteration": iteration, "checkpoint": checkpoint_path, **result}, indent=2) + "\n")
     rows = [(f"{rule} accuracy", f"{x:.4f} +- {result['standard_error'][rule]:.4f}") for rule, x in result["accuracy"].items()]
     if "samples" in result:
         rows += [(f"mean and best of {result['samples']} samples", f"{result['sampled_mean']:.4f}, {result['sampled_best']:.4f}")]
@@ -267,12 +273,13 @@ def run(config: Config, checkpoint_path: str, workdir: Path) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Parses the command line and evaluates; returns the exit code."""
-    return cli.main(
-        argv,
-        lambda config, values: run(config, values.checkpoint, values.workdir),
-        module="jax_ppo.evaluate",
-        strings={"checkpoint": "workdir of a run, its checkpoints/N for a certain one, or a Hugging Face directory"},
-    )
+
+    def work(config: Config, values: SimpleNamespace) -> None:
+        distributed.join(config.train.heartbeat_seconds)
+        run(config, values.checkpoint, values.workdir)
+
+    strings = {"checkpoint": "workdir of a run, its checkpoints/N for a certain one, or a Hugging Face directory"}
+    return distributed.end(lambda: cli.main(argv, work, module="jax_ppo.evaluate", strings=strings))
 
 
 if __name__ == "__main__":

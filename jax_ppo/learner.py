@@ -83,11 +83,12 @@ class Learner:
         Returns:
           The experience, and metrics.
         """
-        batches = list(self.packed(prompts, rollout, np.arange(len(scores))))
-        zeros = lambda *shape: jax.device_put(jnp.zeros(shape), self._everywhere)  # noqa: E731
+        laid = self._layout(prompts, rollout, np.arange(len(scores)))
+        batches = [sharding.place(batch, self._rows) for batch in laid]
+        zeros = lambda *shape: sharding.place(np.zeros(shape, np.float32), self._everywhere)  # noqa: E731
         shape, mask = rollout.tokens.shape, rollout.mask
         with clock("old_log_prob"):
-            old, entropy, checked, differences = self._old_policy(rollout, batches)
+            old, entropy, checked, differences = self._old_policy(rollout, laid, batches)
         with clock("ref"):
             reference = old
             if self.reference is not None:
@@ -120,7 +121,7 @@ class Learner:
             "training/rollout_probs_diff_mean": float(differences.mean()),
             "training/rollout_probs_diff_max": float(differences.max()),
             "training/scored_frac": float(checked.sum() / mask.sum()),
-            "perf/packing_fill": packing.fill(batches),
+            "perf/packing_fill": packing.fill(laid),
         }
         if self.reference is None:
             del metrics["actor/reward_kl_penalty"], metrics["actor/reward_kl_penalty_coeff"]
@@ -128,13 +129,13 @@ class Learner:
 
     def _scored(self, params: Params, batches: Sequence[PackedBatch], shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities and entropies [B, R] of the tokens in these micro-batches, 0 elsewhere."""
-        logprobs, entropy = (jax.device_put(jnp.zeros(shape), self._everywhere) for _ in range(2))
+        logprobs, entropy = (sharding.place(np.zeros(shape, np.float32), self._everywhere) for _ in range(2))
         for batch in batches:
             logprobs, entropy = self.steps.score_policy(params, batch, logprobs, entropy)
         return jax.block_until_ready((logprobs, entropy))
 
     def _old_policy(
-        self, rollout: Rollout, batches: Sequence[PackedBatch]
+        self, rollout: Rollout, laid: Sequence[PackedBatch], batches: Sequence[PackedBatch]
     ) -> tuple[jax.Array, jax.Array, np.ndarray, np.ndarray]:
         """Log-probabilities of the policy that sampled, [B, R]; and of the tokens that were scored: entropies [B, R], which they
         are [B, R] bool, and by how much their probability differs from the sampler's.
@@ -142,15 +143,15 @@ class Learner:
         Where the sampler is to be believed one micro-batch is scored to see whether it can be; if not, all are.
         """
         sampled, shape = self.config.ppo.old_logprobs == "rollout", rollout.tokens.shape
-        for some in [batches[:1], batches] if sampled else [batches]:
-            scored, entropy = self._scored(self.policy, some, shape)
+        for count in [1, len(laid)] if sampled else [len(laid)]:
+            scored, entropy = self._scored(self.policy, batches[:count], shape)
             checked = np.zeros(shape, bool)
-            for batch in some:
+            for batch in laid[:count]:  # as they stand on the host: a device may hold a part of their rows
                 source = np.asarray(batch.source)
                 checked.reshape(-1)[source[source >= 0]] = True
             differences = np.abs(np.exp(np.asarray(scored)) - np.exp(rollout.logprobs))[checked]
             if sampled and differences.mean() <= TRUSTED:
-                return jax.device_put(jnp.asarray(rollout.logprobs), self._everywhere), entropy, checked, differences
+                return sharding.place(rollout.logprobs, self._everywhere), entropy, checked, differences
         return scored, entropy, checked, differences
 
     def update(
@@ -208,9 +209,13 @@ class Learner:
 
     def packed(self, prompts: Prompts, rollout: Rollout, chosen: np.ndarray) -> Iterator[PackedBatch]:
         """Micro-batches of the chosen sequences, on their devices."""
+        for batch in self._layout(prompts, rollout, chosen):
+            yield sharding.place(batch, self._rows)
+
+    def _layout(self, prompts: Prompts, rollout: Rollout, chosen: np.ndarray) -> list[PackedBatch]:
+        """The same on the host."""
         rows, length = self.shape
-        for batch in packing.layout(prompts.tokens, rollout.tokens, rollout.lengths, chosen, rows=rows, row_length=length):
-            yield jax.device_put(batch, self._rows)
+        return packing.layout(prompts.tokens, rollout.tokens, rollout.lengths, chosen, rows=rows, row_length=length)
 
     @property
     def policy(self) -> Params:

@@ -7,14 +7,21 @@ after a failure while running.
 """
 
 import sys
+from types import SimpleNamespace
 
 from jax_ppo import train
-from jax_ppo.runtime import cli
+from jax_ppo.config import Config
+from jax_ppo.runtime import cli, distributed
 
 
 def main(argv: list[str]) -> int:
     """Parses the command line and trains; returns the exit code."""
-    return cli.main(argv, lambda config, values: train.run(config, values.workdir), module="jax_ppo.main")
+
+    def work(config: Config, values: SimpleNamespace) -> None:
+        distributed.join(config.train.heartbeat_seconds)
+        train.run(config, values.workdir)
+
+    return distributed.end(lambda: cli.main(argv, work, module="jax_ppo.main"))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_ppo.types import InputError, Params
@@ -110,6 +111,20 @@ def result(lowered: Any) -> Any:
     """Shapes of what a lowered program returns, and where it will lie: enough to compile the next program for."""
     places = lowered.compile().output_shardings
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), lowered.out_info, places)
+
+
+def place(tree: Any, where: NamedSharding) -> Any:
+    """Host arrays on their devices. Where other processes hold a part of them, each takes its own from its equal copy."""
+    if where.is_fully_addressable:
+        return jax.device_put(tree, where)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, where, lambda index: x[index]), tree)
+
+
+def fetch(x: jax.Array) -> np.ndarray:
+    """An array on the host, whole, whichever processes hold parts of it; then all of them must ask for it."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def constrain(x: jax.Array, *logical: str | None) -> jax.Array:

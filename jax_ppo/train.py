@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from jax_ppo import sharding, warmstart
 from jax_ppo.config import Config, to_dict
 from jax_ppo.data import task as tasks
 from jax_ppo.evaluate import evaluate, make_engine
-from jax_ppo.job import Job, prepare, write_start
+from jax_ppo.job import Job, adopt, prepare, write_start
 from jax_ppo.learner import Learner
 from jax_ppo.models import hf
 from jax_ppo.ppo.advantages import adapt_kl_coef
-from jax_ppo.runtime import checkpoint, forecast, metrics, report
+from jax_ppo.runtime import checkpoint, distributed, forecast, metrics, report
 from jax_ppo.runtime.display import Display, start_table
 from jax_ppo.steps import Network, Steps
 from jax_ppo.types import Params, Prompts, Rollout, TrainState
@@ -55,6 +56,7 @@ class Trainer:
     done:    iterations done.
     kl_coef: weight of the KL penalty; adapted where `ppo.kl_target` is set.
     wall:    seconds of the run so far, earlier processes included.
+    tracker: id of the tracker's run, or "".
     """
 
     def __init__(self, job: Job, display: Display):
@@ -67,42 +69,44 @@ class Trainer:
         self.saved = checkpoint.Checkpoints(
             job.workdir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
         )
-        self.done, self.kl_coef, self.wall = 0, config.ppo.kl_coef, 0.0
+        self.done, self.kl_coef, self.wall, self.tracker = 0, config.ppo.kl_coef, 0.0, ""
         self.seconds: dict[str, float] = {}
+        self.iteration = 0
         start_table(
             forecast.overview(config, self.steps, self.task, job.shape), f"jax_ppo: {job.workdir}", console=display.console
         )
-        for note in self.task.notes:
+        for note in [*job.notes, *self.task.notes]:
             display.say(note, "yellow")
         actor, critic = self._restore() if job.resuming else self._begin()
         base = self._frozen()
         self.learner = Learner(config, self.steps, job.shape, actor, critic, self._reference(actor, base["actor"]), base)
-        if self.done == 0 and not job.resuming and config.warmstart.steps:
-            self._save(0, None)
+        if job.origin or (self.done == 0 and not job.resuming and config.warmstart.steps):
+            self._save(self.done, None)
 
     def train(self, stopped: list[int]) -> dict[str, Any]:
         """The loop. Ends early, saved, once `stopped` holds a signal."""
         config, last = self.config, dict[str, Any]()
         self._compile()
-        options: dict[str, Any] = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb, "config": to_dict(config)}
-        with metrics.Writer(self.job.workdir, resume_after=self.done, **options) as writer:
+        with self._writer() as writer:
             if self.done == 0 and config.eval.every and config.eval.at_start:
                 self._show(writer, 0, self._evaluate(0))
             for i in range(self.done + 1, config.train.iterations + 1):
                 last = self.iterate(i)
                 self.saved.check()
-                stop = bool(stopped) or i == config.train.iterations
+                number = distributed.largest(stopped[0] if stopped else 0)  # one process may have heard it before the others
+                stop = bool(number) or i == config.train.iterations
                 if config.eval.every and (i % config.eval.every == 0 or i == config.train.iterations):
                     last |= self._evaluate(i)
                 if stop or i % config.checkpoint.every == 0:
                     self._save(i, last.get(f"val-core/{self.task.name}/acc/mean@1"))
                 last |= self._timings()
                 self._show(writer, i, last)
-                if stopped and i < config.train.iterations:
-                    self.display.say(f"signal {stopped[0]}: saved iteration {i}; the same command continues", "yellow")
+                if number and i < config.train.iterations:
+                    self.display.say(f"signal {number}: saved iteration {i}; the same command continues", "yellow")
                     break
         self.saved.close()
-        report.write_report(self.job.workdir)
+        if distributed.is_first():
+            report.write_report(self.job.workdir)
         if not last:
             self.display.say(
                 f"iteration {self.done} of {config.train.iterations} is done; raise config.train.iterations to go on"
@@ -112,14 +116,16 @@ class Trainer:
     def iterate(self, i: int) -> dict[str, Any]:
         """One iteration: prompts, responses, scores, experience, updates. Returns its metrics."""
         config, start = self.config, time.monotonic()
-        self.seconds = {}
+        self.seconds, self.iteration = {}, i
         prompts = self.task.batch(i, batch=config.rollout.batch, n=config.rollout.n, seed=config.train.seed)
         with self._profiled(i):
             with self._clock("gen"):
                 rollout = self._generate(i, prompts)
             with self._clock("reward"):
                 texts = self.task.text(rollout.tokens, rollout.lengths)
-                scores = self.job.scorer(prompts.problems, texts, rollout.lengths, rollout.finished)
+                score = partial(self.job.scorer, prompts.problems, texts, rollout.lengths, rollout.finished)
+                # Of several processes one asks: the user's function may answer differently each time.
+                scores = distributed.from_first(score, np.zeros(len(texts), np.float32))
             experience, measured = self.learner.experience(prompts, rollout, scores, self.kl_coef, self._clock)
             stage = self.display.stage
             measured |= self.learner.update(prompts, rollout, experience, i, self._clock, stage)
@@ -204,12 +210,21 @@ class Trainer:
     def _restore(self) -> tuple[TrainState, TrainState | None]:
         dtype = self.config.model.param_dtype
         wanted: Any = lambda n: checkpoint.abstract(n.state_shapes(dtype), n.state_shardings) if n else None  # noqa: E731
-        self.done, actor, critic, rest, skipped = self.saved.restore(wanted(self.steps.actor), wanted(self.steps.critic))
+        origin = self.job.origin
+        networks = wanted(self.steps.actor), wanted(self.steps.critic)
+        if origin:
+            self.done, actor, critic, rest, skipped = checkpoint.restore(origin.workdir, *networks, iteration=origin.iteration)
+        else:
+            self.done, actor, critic, rest, skipped = self.saved.restore(*networks)
         for line in skipped:
             self.display.say(f"{line}; going back to {self.done}", "bold red")
-        self.saved.discard_after(self.done)
         self.kl_coef, self.wall = rest["kl_coef"], rest["wall"]
-        self.display.say(f"continuing after iteration {self.done}")
+        if origin:
+            adopt(self.job)
+        else:
+            self.tracker = rest.get("tracker", "")
+            self.saved.discard_after(self.done)
+        self.display.say(f"continuing after iteration {self.done}" + (f" of {origin.workdir}" if origin else ""))
         return actor, critic
 
     def _reference(self, actor: TrainState, base: Params) -> Params | None:
@@ -236,16 +251,36 @@ class Trainer:
                 samples=self.config.eval.samples,
                 progress=lambda done, total: self.display.stage("evaluation", done, total),
             )
-        metrics.write_eval(self.job.workdir, i, result)
+        if distributed.is_first():
+            metrics.write_eval(self.job.workdir, i, result)
         return named
 
     def _save(self, i: int, score: float | None) -> None:
-        rest = {"iteration": i, "kl_coef": self.kl_coef, "wall": self.wall, "config": to_dict(self.config)}
+        rest = {
+            "iteration": i,
+            "kl_coef": self.kl_coef,
+            "wall": self.wall,
+            "tracker": self.tracker,
+            "config": to_dict(self.config),
+        }
         with self._clock("save_checkpoint"):
             self.saved.save(i, self.learner.actor, self.learner.critic, rest, score)
 
-    def _show(self, writer: metrics.Writer, i: int, values: dict[str, Any]) -> None:
-        writer.write(i, values)
+    @contextmanager
+    def _writer(self) -> Iterator[metrics.Writer | None]:
+        """The writer of the run; of several processes, the first one's."""
+        if not distributed.is_first():
+            yield None
+            return
+        config = self.config
+        options: dict[str, Any] = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb, "config": to_dict(config)}
+        with metrics.Writer(self.job.workdir, resume_after=self.done, tracker=self.tracker, **options) as writer:
+            self.tracker = writer.tracker
+            yield writer
+
+    def _show(self, writer: metrics.Writer | None, i: int, values: dict[str, Any]) -> None:
+        if writer:
+            writer.write(i, values)
         self.display.iteration(i, values)
 
     def _lengths(self, i: int, prompts: Prompts, rollout: Rollout) -> dict[str, Any]:
@@ -270,7 +305,7 @@ class Trainer:
         return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()} | {"time/wall_s": self.wall}
 
     def _write_samples(self, i: int, prompts: Prompts, rollout: Rollout, texts: list[str], scores: np.ndarray) -> None:
-        if not self.config.log.samples:
+        if not self.config.log.samples or not distributed.is_first():
             return
         rows = [
             {
@@ -289,6 +324,7 @@ class Trainer:
     @contextmanager
     def _clock(self, stage: str) -> Iterator[None]:
         start = time.monotonic()
+        distributed.note(f"iteration {self.iteration}, stage {stage}")
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
 

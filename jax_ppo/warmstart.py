@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -62,7 +61,7 @@ def warm_start(
     for chosen in everything:
         grads, total, loss = network.zeros(state.params), jnp.float32(lengths[chosen].sum()), jnp.float32(0.0)
         for batch in packing.layout(prompts, padded, lengths, chosen, rows=rows, row_length=length):
-            grads, metrics = accumulate(state.params, grads, {}, jax.device_put(batch, sharding.rows(mesh)), total)
+            grads, metrics = accumulate(state.params, grads, {}, sharding.place(batch, sharding.rows(mesh)), total)
             loss = loss + metrics["warmstart/loss"]
         state, _ = network.apply(state, grads)
         # Waits: programs with collectives that pile up starve each other of threads on a CPU with virtual devices.

@@ -1,5 +1,7 @@
 """Everything about the job that is not a network: problems, tokenizer, tokens, batches."""
 
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +47,21 @@ class Task:
         """The first `limit` held-out prompts; 0 means all."""
         count = min(limit, len(self.test)) if limit else len(self.test)
         return Prompts(self.test[:count], self.test_tokens[:count], np.arange(count))
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same in every process, in short: name -> count and hash."""
+        lists = {"training data": (self.train, self.train_tokens), "held-out data": (self.test, self.test_tokens)}
+        rows = {
+            name: [[p.question, p.answer, t.tolist()] for p, t in zip(problems, tokens, strict=True)]
+            for name, (problems, tokens) in lists.items()
+        }
+        ids = [sorted(self.tokenizer.get_vocab().items()), self.end_ids, self.pad_id]
+        said = {name: (f"{len(row)} problems", row) for name, row in rows.items()} | {
+            "tokenizer": (f"{len(self.tokenizer)} ids", ids)
+        }
+        return {
+            name: f"{size}, {hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]}" for name, (size, what) in said.items()
+        }
 
     def text(self, tokens: np.ndarray, lengths: np.ndarray) -> list[str]:
         """Responses as text."""

@@ -19,6 +19,7 @@ import numpy as np
 from jax_ppo.models import hf_config, qwen, tensor_files
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.models.tensor_files import NUMPY_DTYPES, Tensor, TensorFiles
+from jax_ppo.sharding import fetch
 from jax_ppo.types import InputError, Params, RunError
 
 # Our path -> (Hugging Face name, is the matrix transposed). {} is the layer.
@@ -131,6 +132,8 @@ def save_params(
 ) -> None:
     """Writes a Hugging Face directory that transformers loads, old versions and new.
 
+    Of several processes each must call this, for the parts of the parameters that it holds; the first one writes.
+
     Args:
       params:    parameters of an actor or a critic.
       config:    their model.
@@ -142,9 +145,15 @@ def save_params(
     Raises:
       InputError, RunError: see `new_directory`.
     """
+    tensors = _tensors(params)
+    if jax.process_index():
+        for tensor in tensors.values():
+            tensor.fetch()
+            progress(1)
+        return
     with new_directory(directory) as beside:
         write_description(config, beside, dtype=dtype, critic="score" in params, source=source)
-        tensor_files.write(_tensors(params), jnp.dtype(dtype), beside, progress)
+        tensor_files.write(tensors, jnp.dtype(dtype), beside, progress)
 
 
 def check_new(directory: str | Path) -> Path:
@@ -354,6 +363,6 @@ def _tensors(params: Params) -> dict[str, Tensor]:
     return tensors
 
 
-def _matrix(leaf: jax.Array, layer: int | None, transposed: bool) -> jax.Array:
-    part = leaf if layer is None else leaf[layer]
+def _matrix(leaf: jax.Array, layer: int | None, transposed: bool) -> np.ndarray:
+    part = fetch(leaf if layer is None else leaf[layer])
     return part.T if transposed else part

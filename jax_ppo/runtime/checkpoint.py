@@ -1,5 +1,6 @@
 """Checkpoints: one atomic orbax step with both train states and everything else that a run needs to continue."""
 
+import json
 import logging
 import math
 import re
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from jax_ppo.runtime import distributed
 from jax_ppo.types import InputError, Params, RunError, TrainState
 
 FOLDER = "checkpoints"
@@ -20,7 +22,7 @@ class Checkpoints:
 
     The newest are kept for continuing and, beside them, those with the best held-out accuracy, whichever process saved them. A
     checkpoint without a finite score is never among the best. Only the one process that trains may open this; readers call
-    `restore_params`.
+    `restore_params`; of several processes, all of them open it and save together.
     """
 
     def __init__(self, workdir: Path, *, keep_last: int, keep_best: int):
@@ -96,29 +98,8 @@ class Checkpoints:
     def restore(
         self, actor: TrainState, critic: TrainState | None
     ) -> tuple[int, TrainState, TrainState | None, dict[str, Any], list[str]]:
-        """Reads the newest checkpoint that is whole.
-
-        Args:
-          actor, critic: trees of `jax.ShapeDtypeStruct` with the shardings to restore onto; no critic where none was trained.
-
-        Returns:
-          (iteration, actor, critic, rest, skipped): `skipped` says which newer checkpoints are broken, and why.
-
-        Raises:
-          RunError: if every checkpoint is broken.
-        """
-        skipped: list[str] = []
-        for step in reversed(self.steps()):
-            args = ocp.args.Composite(
-                **{name: ocp.args.StandardRestore(state) for name, state in _networks(actor, critic).items()},
-                rest=ocp.args.JsonRestore(),
-            )
-            try:
-                found = self._manager.restore(step, args=args)
-                return step, found.actor, found.get("critic"), found.rest["rest"], skipped
-            except Exception as error:  # a broken file can fail in any layer below
-                skipped.append(f"checkpoint {step} is broken: {_line(error)}")
-        raise RunError(f"{self._manager.directory}: no checkpoint can be read: {'; '.join(skipped)}")
+        """The newest checkpoint that is whole, as the function `restore` reads it."""
+        return restore(Path(self._manager.directory).parent, actor, critic)
 
     def discard_after(self, iteration: int) -> None:
         """Deletes broken checkpoints behind the one a run continues from, so that they can be saved again."""
@@ -136,9 +117,48 @@ class Checkpoints:
 
     def _read_score(self, step: int) -> float | None:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(rest=ocp.args.JsonRestore())).rest["score"]
-        except Exception:  # a broken checkpoint has no score; `restore` will say what is wrong with it
+            score: float | None = _read_rest(Path(self._manager.directory) / str(step))["score"]
+        except (OSError, ValueError, LookupError, TypeError):  # `restore` will say what is wrong with it
             return None
+        return score
+
+
+def restore(
+    workdir: Path, actor: TrainState, critic: TrainState | None, *, iteration: int | None = None
+) -> tuple[int, TrainState, TrainState | None, dict[str, Any], list[str]]:
+    """Reads the newest checkpoint that is whole; nothing is changed on disk.
+
+    Of several processes each reads what its devices hold, and a checkpoint is whole if it is for all of them.
+
+    Args:
+      workdir: of the run.
+      actor, critic: trees of `jax.ShapeDtypeStruct` with the shardings to restore onto; no critic where none was trained.
+      iteration: reads this checkpoint and no other.
+
+    Returns:
+      (iteration, actor, critic, rest, skipped): `skipped` says which newer checkpoints are broken, and why.
+
+    Raises:
+      RunError: if there is none, or every one is broken.
+    """
+    _quiet()
+    folder, skipped = (workdir / FOLDER).absolute(), list[str]()
+    for step in reversed(saved_steps(workdir) if iteration is None else [iteration]):
+        found, why = None, "another process cannot read it"
+        try:
+            networks = {name: _read_state(folder / str(step) / name, s) for name, s in _networks(actor, critic).items()}
+            found = networks["actor"], networks.get("critic"), _read_rest(folder / str(step))["rest"]
+        except Exception as error:  # a broken file can fail in any layer below
+            why = _line(error)
+        if not distributed.largest(int(found is None)) and found:
+            return step, *found, skipped
+        skipped.append(f"checkpoint {step} is broken: {why}")
+    raise RunError(f"{folder}: no checkpoint can be read: {'; '.join(skipped)}")
+
+
+def saved_steps(workdir: Path) -> list[int]:
+    """The iterations of the checkpoints of a run, from the oldest; whole or not."""
+    return sorted(int(p.name) for p in (workdir / FOLDER).glob("*") if p.name.isdigit())
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
@@ -196,10 +216,10 @@ def restore_params(
     _quiet()
     folder = (workdir / FOLDER).absolute()
     skipped: list[str] = []
-    steps = sorted((int(p.name) for p in folder.glob("*") if p.name.isdigit()), reverse=True)
+    steps = saved_steps(workdir)
     if iteration is not None and iteration not in steps:
-        raise InputError(f"{folder}: no checkpoint {iteration}; there are {', '.join(map(str, steps[::-1])) or 'none'}")
-    for step in steps if iteration is None else [iteration]:
+        raise InputError(f"{folder}: no checkpoint {iteration}; there are {', '.join(map(str, steps)) or 'none'}")
+    for step in reversed(steps) if iteration is None else [iteration]:
         try:
             return step, _read(folder / str(step), item, params, cast=cast), skipped
         except Exception as error:  # a broken file can fail in any layer below
@@ -207,6 +227,21 @@ def restore_params(
             why = _line(error) if item in there or not there else f"it has no {item}, only a {there[0]}"
             skipped.append(f"checkpoint {step} is broken: {why}")
     raise InputError(f"{folder}: no checkpoint can be read: {'; '.join(skipped)}" if skipped else f"{folder}: no checkpoint yet")
+
+
+def _read_state(item: Path, state: TrainState) -> TrainState:
+    """One network of a checkpoint, read by this process for its own devices, without waiting for others: they may fail alone."""
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}")
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler(multiprocessing_options=alone), multiprocessing_options=alone) as reader:
+        found: TrainState = reader.restore(item, args=ocp.args.StandardRestore(state))
+    return found
+
+
+def _read_rest(step: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside the networks: "rest" and "score"."""
+    found: dict[str, Any] = json.loads((step / "rest" / "metadata").read_text(encoding="utf-8"))
+    return found
 
 
 def _read(step: Path, item: str, params: Params, *, cast: bool) -> Params:

@@ -13,13 +13,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from jax_ppo.runtime import distributed
+
 Record = Mapping[str, Any]
 ACCURACY = "val-core/*/acc/mean@1"
 
 
 def _terminal() -> Console:
     # FORCE_COLOR, which continuous integration likes to set, may colour a log but must not animate it.
-    return Console(force_interactive=None if sys.stdout.isatty() else False, highlight=False)
+    # Of several processes the first one speaks for all.
+    return Console(force_interactive=None if sys.stdout.isatty() else False, highlight=False, quiet=not distributed.is_first())
 
 
 def start_table(rows: Sequence[tuple[str, str]], title: str, *, console: Console | None = None) -> None:

@@ -266,9 +266,11 @@ def require_wandb() -> Any:
         raise InputError("config.log.wandb is set but wandb is not installed: pip install jax_ppo[wandb]") from error
 
 
-def _start_wandb(module: Any, workdir: Path, project: str, resume_after: int, config: Mapping[str, Any]) -> Any:
+def _start_wandb(module: Any, workdir: Path, project: str, resume_after: int, config: Mapping[str, Any], known: str) -> Any:
     remembered = workdir / "wandb_id"
-    run_id = remembered.read_text().strip() if resume_after and remembered.exists() else uuid.uuid4().hex[:8]
+    if not known and resume_after and remembered.exists():
+        known = remembered.read_text().strip()
+    run_id = known or uuid.uuid4().hex[:8]
     options = {"project": project, "id": run_id, "name": workdir.resolve().name, "dir": str(workdir), "config": dict(config)}
     try:
         run = module.init(resume="allow", **options)
@@ -291,15 +293,29 @@ class Writer:
       tensorboard: also write WORKDIR/tensorboard.
       wandb: also report to this wandb project; "" does not.
       config: the resolved configuration as nested plain values.
+      tracker: id of the wandb run to continue, as the checkpoint has it; "" takes the one that WORKDIR/wandb_id names, or a new one.
+
+    Attributes:
+      tracker: id of the wandb run, or "".
 
     Raises:
       InputError: wandb is asked for but is not installed, or refuses to start. The files are then as they were.
     """
 
-    def __init__(self, workdir: str | Path, *, resume_after: int, tensorboard: bool, wandb: str, config: Mapping[str, Any]):
+    def __init__(
+        self,
+        workdir: str | Path,
+        *,
+        resume_after: int,
+        tensorboard: bool,
+        wandb: str,
+        config: Mapping[str, Any],
+        tracker: str = "",
+    ):
         self._workdir = Path(workdir)
         self._workdir.mkdir(parents=True, exist_ok=True)
-        self._run = _start_wandb(require_wandb(), self._workdir, wandb, resume_after, config) if wandb else None
+        self._run = _start_wandb(require_wandb(), self._workdir, wandb, resume_after, config, tracker) if wandb else None
+        self.tracker = str(self._run.id) if self._run is not None else tracker
         _forget_after(self._workdir, resume_after)
         replace_file(self._workdir / "config.json", _dump(config, indent=2) + "\n")
         self._board: Any = None

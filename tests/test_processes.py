@@ -1,0 +1,180 @@
+"""Two processes with four devices each do what one process with eight does, stop together, and end together."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jax_ppo.runtime import metrics
+
+ROOT = Path(__file__).parents[1]
+HEARTBEAT = 10
+CONFIG = f"""
+from jax_ppo.config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.model.path = config.data.path = "builtin"
+    config.data.max_prompt_tokens, config.data.train_limit, config.data.eval_limit = 40, 100, 16
+    config.rollout.batch, config.rollout.max_response_tokens = 16, 16
+    config.ppo.minibatches, config.ppo.micro_tokens, config.ppo.kl_coef = 2, 1024, 0.01
+    config.reward.custom = {str(ROOT / "tests" / "digit_reward.py")!r} + ":score"
+    config.actor_optim.lr = config.critic_optim.lr = 1e-3
+    config.eval.every, config.eval.at_start = 3, False
+    config.checkpoint.every = 1
+    config.train.iterations = 3
+    config.train.heartbeat_seconds = {HEARTBEAT}
+    return config
+"""
+# What is measured on the clock or on the machine.
+UNSTEADY = ("timing_s/", "time/", "perf/")
+
+pytestmark = pytest.mark.slow
+
+
+class Runs:
+    """Starts runs that share what they compiled."""
+
+    def __init__(self, folder):
+        self.config, self.cache = folder / "small.py", folder / "cache"
+        self.config.write_text(CONFIG)
+
+    def start(self, workdir, count, *flags, differing=()):
+        """`count` processes; the last one with further flags."""
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        started = []
+        for i in range(count):
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": str(8 // count)}
+            environment |= {"JAX_COMPILATION_CACHE_DIR": str(self.cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+            environment |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i)}
+            command = [sys.executable, "-m", "jax_ppo.main", f"--config={self.config}", f"--workdir={workdir}", *flags]
+            command += differing if i == count - 1 else ()
+            pipe = subprocess.PIPE
+            started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True))
+        return started
+
+
+def finish(processes, seconds=300):
+    """Exit codes, stdout and stderr of all, without what Gloo says about itself."""
+    said = [process.communicate(timeout=seconds) for process in processes]
+    quiet = lambda text: "".join(line for line in text.splitlines(True) if "[Gloo]" not in line)  # noqa: E731
+    return [p.returncode for p in processes], [quiet(out) for out, _ in said], [quiet(err) for _, err in said]
+
+
+def wait_for(workdir, iteration, processes):
+    """Returns once the iteration is logged."""
+    while not any(line["iteration"] == iteration for line in metrics.read(workdir)):
+        assert all(process.poll() is None for process in processes), finish(processes)
+        time.sleep(0.05)
+
+
+def steady(workdir):
+    return [{k: v for k, v in line.items() if not k.startswith(UNSTEADY)} for line in metrics.read(workdir)]
+
+
+def assert_close(one, other):
+    assert [line["iteration"] for line in one] == [line["iteration"] for line in other]
+    for a, b in zip(one, other, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-5), (a["iteration"], name)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def alone(runs, tmp_path_factory):
+    """Nine iterations of one process with eight devices; JAX_NUM_PROCESSES=1 means that it waits for nobody."""
+    workdir = tmp_path_factory.mktemp("alone")
+    codes, _, errors = finish(runs.start(workdir, 1, "--config.train.iterations=9"))
+    assert codes == [0], errors
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def together(runs, alone, tmp_path_factory):
+    """Three iterations of two processes, and what they said."""
+    workdir = tmp_path_factory.mktemp("together")
+    codes, said, errors = finish(runs.start(workdir, 2))
+    assert codes == [0, 0], errors
+    return workdir, said, errors
+
+
+def test_two_processes_find_the_numbers_of_one(alone, together):
+    assert_close(steady(together[0]), steady(alone)[:3])
+    for i in (1, 2, 3):
+        samples = [(workdir / "samples" / f"{i:06d}.jsonl").read_text() for workdir in (alone, together[0])]
+        assert samples[0] == samples[1]
+
+
+def test_one_process_writes_and_speaks(together):
+    workdir, said, errors = together
+    assert [line["iteration"] for line in metrics.read(workdir)] == [1, 2, 3]
+    assert len((workdir / "metrics.jsonl").read_text().splitlines()) == 3
+    assert sorted(p.name for p in workdir.iterdir()) == sorted(
+        ["builtin", "checkpoints", "config.json", "eval", "metrics.jsonl", "model", "report.html", "samples"]
+    )
+    assert [p.name for p in (workdir / "checkpoints").iterdir()] == ["3"]
+    assert "3/3" in said[0] and said[1] == ""
+    assert errors == ["", ""]
+
+
+def test_processes_that_differ_are_refused(runs, tmp_path):
+    began = time.monotonic()
+    codes, said, errors = finish(runs.start(tmp_path / "run", 2, differing=["--config.data.train_limit=99"]))
+    assert codes == [2, 2], errors
+    for error in errors:
+        (line,) = error.splitlines()
+        assert re.fullmatch(
+            r"error: process 1 differs from process 0 in config\.data\.train_limit: 99, not 100;"
+            r" training data: '99 problems, \w+', not '100 problems, \w+'",
+            line,
+        )
+    assert said == ["", ""] and time.monotonic() - began < 100
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_what_one_process_cannot_read_ends_both(runs, tmp_path):
+    codes, _, errors = finish(runs.start(tmp_path / "run", 2, differing=["--config.data.path=/nowhere.jsonl"]))
+    assert codes == [2, 2], errors
+    assert all(re.fullmatch(r"error: process 1: .*/nowhere\.jsonl.*\n", error) for error in errors), errors
+
+
+def test_a_signal_to_one_and_the_death_of_one_change_no_number(runs, alone, together):
+    workdir = together[0]
+    processes = runs.start(workdir, 2, "--config.train.iterations=9")
+    wait_for(workdir, 4, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    codes, said, errors = finish(processes)
+    assert codes == [0, 0], errors
+    stopped = metrics.read(workdir)[-1]["iteration"]
+    assert 5 <= stopped < 8 and f"signal 15: saved iteration {stopped}" in said[0]
+    assert str(stopped) in {p.name for p in (workdir / "checkpoints").iterdir()}
+
+    processes = runs.start(workdir, 2, "--config.train.iterations=9")
+    wait_for(workdir, stopped + 1, processes)
+    processes[1].kill()
+    died = time.monotonic()
+    codes, _, errors = finish(processes)
+    assert time.monotonic() - died < 2 * HEARTBEAT + 10
+    assert codes[1] == -signal.SIGKILL and codes[0] not in (0, 2)
+    for i, error in enumerate(errors):
+        last = [line for line in error.splitlines() if line.startswith("failed: ")][-1]
+        where = rf"failed: iteration [{stopped + 1}-9], stage \w+, process {i} of 2, was the last of this process; .* continues"
+        assert re.match(where, last), error
+
+    codes, _, errors = finish(runs.start(workdir, 2, "--config.train.iterations=9"))
+    assert codes == [0, 0], errors
+    assert_close(steady(workdir), steady(alone))
