@@ -1,7 +1,7 @@
 """How fast is it, and how far from what the machine could do? One JSON line a repetition.
 
     python tools/benchmark.py rollout [--model=HF_DIR] [--workload=small|equal|ragged] [--repeat=3]
-    python tools/benchmark.py tpu [--topology=v5e:2x4] [--rows=32] [--length=2048] [--attention=splash,blockwise]
+    python tools/benchmark.py tpu [--topology=v5e:2x4] [--tensor=1] [--rows=32] [--length=2048] [--attention=...]
     python tools/benchmark.py update --model=HF_DIR --data=GSM8K [--layers=4] [--micro-tokens=4096] [--repeat=3]
 
     small    16 prompts of 32 tokens, 64 new ones each, a random model of 4 layers and width 256
@@ -271,7 +271,7 @@ def tpu(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     of it at once. A program that does not fit is told by the compiler, with what it would need.
     """
     devices = topologies.get_topology_desc(platform="tpu", topology_name=arguments.topology).devices
-    mesh = Mesh(np.reshape(devices, (1, -1, 1)), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = Mesh(np.reshape(devices, (1, -1, arguments.tensor)), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
     shape = (arguments.rows, arguments.length)
     rows, everywhere = sharding.rows(mesh), sharding.replicated(mesh)
     typed = lambda shape, dtype, place: jax.ShapeDtypeStruct(shape, dtype, sharding=place)  # noqa: E731
@@ -290,7 +290,12 @@ def tpu(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 )
                 lowered = steps.update_actor.lower(params, params, batch, experience, total, total)
             start = time.perf_counter()
-            said: dict[str, Any] = {"topology": arguments.topology, "rows": shape[0], "length": shape[1]}
+            said: dict[str, Any] = {
+                "topology": arguments.topology,
+                "mesh": dict(mesh.shape),
+                "rows": shape[0],
+                "length": shape[1],
+            }
             said |= {"attention": method, "remat": remat}
             try:
                 compiled = lowered.compile()
@@ -353,6 +358,7 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=4096)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--topology", default="v5e:2x4", help="of TPUs, for tpu")
+    parser.add_argument("--tensor", type=int, default=1, help="chips over which heads are split; the rest split rows and weights")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--attention", default="splash,blockwise", help="methods to compare, for tpu")
