@@ -268,7 +268,7 @@ def tpu(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Compiles one micro-batch of the actor's update for all chips of a topology, with each attention, with remat and without.
 
     `memory` is what XLA's `memory_analysis` says of one chip; weights, gradients and batch are the arguments, and `gb` is all
-    of it at once. A program that does not fit is told by the compiler, with what it would need.
+    of it at once; `kernels` counts the calls of Pallas in the program. A program that does not fit is told by the compiler, with what it would need.
     """
     devices = topologies.get_topology_desc(platform="tpu", topology_name=arguments.topology).devices
     mesh = Mesh(np.reshape(devices, (1, -1, arguments.tensor)), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
@@ -305,7 +305,8 @@ def tpu(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             memory = compiled.memory_analysis()
             parts = {name: getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
             whole = parts["argument"] + parts["output"] - parts["alias"] + parts["temp"]
-            yield said | {"gb": whole / 1e9, "memory": parts, "compile_s": time.perf_counter() - start}
+            took, kernels = time.perf_counter() - start, compiled.as_text().count('custom_call_target="tpu_custom_call"')
+            yield said | {"gb": whole / 1e9, "memory": parts, "kernels": kernels, "compile_s": took}
 
 
 def peer(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
