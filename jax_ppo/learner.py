@@ -15,6 +15,7 @@ import numpy as np
 from jax_ppo import sharding
 from jax_ppo.config import Config
 from jax_ppo.ppo import losses, packing, update
+from jax_ppo.runtime import forecast
 from jax_ppo.steps import Steps
 from jax_ppo.types import Experience, InputError, PackedBatch, Params, Prompts, Rollout, RunError, TrainState
 
@@ -178,14 +179,20 @@ class Learner:
           RunError: if too many gradients in a row were not finite.
         """
         ppo, metrics = self.config.ppo, dict[str, Any]()
+        minibatches = list(self._minibatches(len(prompts.tokens), iteration))
         epochs = partial(
             self._epochs,
-            minibatches=list(self._minibatches(len(prompts.tokens), iteration)),
+            minibatches=minibatches,
             packed=partial(self.packed, prompts, rollout),
             experience=experience,
             progress=progress,
         )
-        policy = np.asarray(experience.policy)
+        policy, lengths = np.asarray(experience.policy), prompts.lengths + rollout.lengths
+
+        def work(name: str, updates: int) -> dict[str, float]:
+            flops = forecast.update_flops(getattr(self.steps, name), lengths[np.concatenate(minibatches[:updates])])
+            return {f"perf/update_tflop/{name}": flops / 1e12}
+
         if iteration > ppo.critic_warmup:
 
             def actor_counts(chosen):
@@ -195,13 +202,13 @@ class Learner:
 
             with clock("update_actor"):
                 self.actor, parts = epochs("actor", self.actor, actor_counts)
-            metrics |= _summary(parts)
+            metrics |= _summary(parts) | work("actor", len(parts))
             first = parts[0]
             metrics["training/first_ratio_dev_max"] = max(abs(first["actor/ratio/min"] - 1), abs(first["actor/ratio/max"] - 1))
         if self.critic:
             with clock("update_critic"):
                 self.critic, parts = epochs("critic", self.critic, lambda chosen: (jnp.float32(rollout.lengths[chosen].sum()),))
-            metrics |= _summary(parts)
+            metrics |= _summary(parts) | work("critic", len(parts))
         for name, state in (("actor", self.actor), ("critic", self.critic)):
             if state and int(state.skipped) >= self.config.train.max_skipped:
                 raise RunError(f"iteration {iteration}: {int(state.skipped)} gradients of the {name} in a row were not finite")

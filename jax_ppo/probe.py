@@ -74,9 +74,9 @@ def failure(method: str, group: int, head_dim: int, dtype: str, jit: Callable[..
     """
     draw, length = np.random.default_rng(0).normal, 200
     # Of numpy, since an array of JAX would belong to the mesh of the run where one is set.
-    segments = np.array([[1] * 70 + [2] * 120 + [0] * 10], np.int32)
-    q, d_out = (draw(size=(1, length, 1, group, head_dim)).astype(jnp.dtype(dtype)) for _ in range(2))
-    k, v = (draw(size=(1, length, 1, head_dim)).astype(jnp.dtype(dtype)) for _ in range(2))
+    segments = np.array([[1] * 70 + [2] * 120 + [0] * 10, [0] * 30 + [1] * 170], np.int32)
+    q, d_out = (draw(size=(2, length, 2, group, head_dim)).astype(jnp.dtype(dtype)) for _ in range(2))
+    k, v = (draw(size=(2, length, 2, head_dim)).astype(jnp.dtype(dtype)) for _ in range(2))
 
     def passes(method: str) -> list[np.ndarray]:
         def both(q, k, v, segments, d_out):

@@ -135,7 +135,7 @@ class Trainer:
         self.seconds["step"] = time.monotonic() - start
         self._write_samples(i, prompts, rollout, texts, scores)
         self.done = i
-        return measured | self._lengths(i, prompts, rollout)
+        return measured | self._lengths(i, prompts, rollout) | self._utilisation(measured)
 
     def _compile(self) -> None:
         params = self.learner.policy
@@ -298,6 +298,16 @@ class Trainer:
             "training/updates": int(self.learner.actor.updates),
             "perf/throughput": tokens / self.seconds["step"] / jax.device_count(),
             "perf/max_memory_allocated_gb": max(m for m in memory if m) / 1e9 if any(memory) else None,
+        }
+
+    def _utilisation(self, measured: dict[str, Any]) -> dict[str, float]:
+        """Of the peak rate, where it is known for this device."""
+        peak = forecast.peak_flops(jax.devices()[0].device_kind)
+        works = {name: measured.get(f"perf/update_tflop/{name}") for name in ("actor", "critic")}
+        return {
+            f"perf/mfu/{name}": 1e12 * work / (self.seconds[f"update_{name}"] * jax.device_count() * peak)
+            for name, work in works.items()
+            if work and peak
         }
 
     def _timings(self) -> dict[str, float]:

@@ -69,7 +69,7 @@ def test_it_is_tried_once(pretend):
 
 
 def test_inside_the_mesh_of_a_run(pretend):
-    """One row on one device is tried, though the mesh would want eight."""
+    """Two rows on one device are tried, though the mesh has eight."""
     pretend("tpu")
     with jax.set_mesh(sharding.make_mesh(2, 2, 2)):
         assert choose("auto") == ("splash", "")

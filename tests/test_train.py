@@ -282,3 +282,14 @@ def test_a_broken_reward_function_ends_the_run(tmp_path):
     cfg = dataclasses.replace(miniature(), reward=configs.RewardConfig(custom=f"{tmp_path}/mine.py:score"))
     with pytest.raises(RunError, match="row 0"):
         train.run(cfg, tmp_path / "run")
+
+
+def test_utilisation_is_of_a_known_peak(straight, monkeypatch):
+    """On a CPU there is none; where there is one, it is the work of the updates over time, devices and peak."""
+    line = metrics.read(straight)[1]
+    assert line["perf/update_tflop/actor"] > line["perf/update_tflop/critic"] > 0 and "perf/mfu/actor" not in line
+    monkeypatch.setattr(train.forecast, "peak_flops", lambda kind: 1e12)
+    trainer = object.__new__(train.Trainer)
+    trainer.seconds = {"update_actor": 2.0}
+    found = trainer._utilisation({"perf/update_tflop/actor": 4.0})
+    assert found == {"perf/mfu/actor": 4.0 / 2.0 / jax.device_count()}

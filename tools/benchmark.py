@@ -2,7 +2,7 @@
 
     python tools/benchmark.py rollout [--model=HF_DIR] [--workload=small|equal|ragged] [--repeat=3]
     python tools/benchmark.py iteration [--repeat=3]
-    python tools/benchmark.py tpu [--topology=v5e:2x4] [--rows=32] [--length=2048] [--attention=splash,blockwise]
+    python tools/benchmark.py tpu [--topology=v5e:2x4] [--tensor=1] [--rows=32] [--length=2048] [--attention=...]
     python tools/benchmark.py update --model=HF_DIR --data=GSM8K [--layers=4] [--micro-tokens=4096] [--repeat=3]
 
     small    16 prompts of 32 tokens, 64 new ones each, a random model of 4 layers and width 256
@@ -334,10 +334,10 @@ def tpu(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Compiles one micro-batch of the actor's update for all chips of a topology, with each attention, with remat and without.
 
     `memory` is what XLA's `memory_analysis` says of one chip; weights, gradients and batch are the arguments, and `gb` is all
-    of it at once. A program that does not fit is told by the compiler, with what it would need.
+    of it at once; `kernels` counts the calls of Pallas in the program. A program that does not fit is told by the compiler, with what it would need.
     """
     devices = topologies.get_topology_desc(platform="tpu", topology_name=arguments.topology).devices
-    mesh = Mesh(np.reshape(devices, (1, -1, 1)), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = Mesh(np.reshape(devices, (1, -1, arguments.tensor)), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
     shape = (arguments.rows, arguments.length)
     rows, everywhere = sharding.rows(mesh), sharding.replicated(mesh)
     typed = lambda shape, dtype, place: jax.ShapeDtypeStruct(shape, dtype, sharding=place)  # noqa: E731
@@ -356,7 +356,12 @@ def tpu(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 )
                 lowered = steps.update_actor.lower(params, params, {}, batch, experience, total, total)
             start = time.perf_counter()
-            said: dict[str, Any] = {"topology": arguments.topology, "rows": shape[0], "length": shape[1]}
+            said: dict[str, Any] = {
+                "topology": arguments.topology,
+                "mesh": dict(mesh.shape),
+                "rows": shape[0],
+                "length": shape[1],
+            }
             said |= {"attention": method, "remat": remat}
             try:
                 compiled = lowered.compile()
@@ -366,7 +371,8 @@ def tpu(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             memory = compiled.memory_analysis()
             parts = {name: getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
             whole = parts["argument"] + parts["output"] - parts["alias"] + parts["temp"]
-            yield said | {"gb": whole / 1e9, "memory": parts, "compile_s": time.perf_counter() - start}
+            took, kernels = time.perf_counter() - start, compiled.as_text().count('custom_call_target="tpu_custom_call"')
+            yield said | {"gb": whole / 1e9, "memory": parts, "kernels": kernels, "compile_s": took}
 
 
 def peer(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -422,6 +428,7 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=4096)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--topology", default="v5e:2x4", help="of TPUs, for tpu")
+    parser.add_argument("--tensor", type=int, default=1, help="chips over which heads are split; the rest split rows and weights")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--attention", default="splash,blockwise", help="methods to compare, for tpu")

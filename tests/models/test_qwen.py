@@ -111,6 +111,14 @@ def test_packed_sequences_do_not_see_each_other(model):
     assert error(packed[10:19], alone[1, :9]) < LIMIT
 
 
+def test_segments_may_be_counted_from_0(model):
+    """In `logits` nothing is padding, unlike in training."""
+    params, config, truth = model
+    segments = np.array([0] * 10 + [1] * 14)
+    from_0, from_1 = (full(params, config, truth["tokens"], segment_ids=x) for x in (segments, segments + 1))
+    np.testing.assert_array_equal(from_0, from_1)
+
+
 def test_a_token_moves_nothing_before_it(model):
     params, config, truth = model
     changed = truth["tokens"].copy()

@@ -273,6 +273,7 @@ DOCUMENTED = """
     critic/values/max response_length/mean response_length/clip_ratio prompt_length/min timing_s/gen timing_s/reward
     timing_s/old_log_prob timing_s/ref timing_s/values timing_s/adv timing_s/update_actor timing_s/update_critic
     timing_s/testing timing_s/save_checkpoint timing_s/step perf/throughput perf/mfu/actor perf/mfu/critic
+    perf/update_tflop/actor perf/update_tflop/critic
     perf/max_memory_allocated_gb training/global_step training/epoch training/rollout_probs_diff_mean
     training/rollout_probs_diff_max actor/update_ratio actor/skipped critic/skipped actor/ratio/min actor/ratio/max
     training/first_ratio_dev_max training/truncated_frac perf/packing_fill training/updates time/wall_s warmstart/loss
