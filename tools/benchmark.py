@@ -3,13 +3,14 @@
     python tools/benchmark.py rollout [--model=HF_DIR] [--workload=small|equal|ragged] [--repeat=3]
     python tools/benchmark.py iteration [--repeat=3]
     python tools/benchmark.py tpu [--topology=v5e:2x4] [--tensor=1] [--rows=32] [--length=2048] [--attention=...]
-    python tools/benchmark.py update --model=HF_DIR --data=GSM8K [--layers=4] [--micro-tokens=4096] [--repeat=3]
+    python tools/benchmark.py update --model=HF_DIR --data=GSM8K [--layers=4] [--micro-tokens=4096] [--problems=16]
+        [--only=packed] [--repeat=3]
 
     small    16 prompts of 32 tokens, 64 new ones each, a random model of 4 layers and width 256
     equal    16, then 32 prompts of 128 random tokens, 64 new ones each, of the model in HF_DIR
-    ragged   16 problems of --data (JSONL) x 4 samples, as long as they come out, at most 256 tokens, of the model in HF_DIR
+    ragged   --problems problems of --data (JSONL) x 4 samples, as long as they come out, at most 256 tokens, of the model in HF_DIR
     peer     the workload `ragged` through `generate` of transformers, for which torch is needed
-    update   one update of the actor on 16 problems with their solutions as responses, of random weights in the shape of the
+    update   one update of the actor on --problems problems with their solutions as responses, of random weights in the shape of the
              model in HF_DIR: packed, and then as one sequence a row of 1,536 tokens, in turns
     iteration  whole iterations, from prompts to both updated networks: 32 prompts of 5 to 16 tokens, 64 new ones each, with a
              reference, 1 epoch of 1 minibatch, of a random model of 4 layers, width 128 and vocabulary 256
@@ -162,15 +163,15 @@ def workloads(arguments: argparse.Namespace) -> Iterator[Workload]:
             yield Workload(f"equal {count}", model, params, random_prompts(count, 128, 1000, 20000), 64, nothing)
         return
     tokenizer, problems, tokens = gsm8k(arguments)
-    some = Prompts([p for p in problems for _ in range(4)], [t for t in tokens for _ in range(4)], np.arange(64))
+    some = Prompts([p for p in problems for _ in range(4)], [t for t in tokens for _ in range(4)], np.arange(4 * len(tokens)))
     yield Workload("ragged", model, params, some, 256, prompts.end_ids(arguments.model, tokenizer))
 
 
 def gsm8k(arguments: argparse.Namespace) -> tuple[Any, list[Problem], list[np.ndarray]]:
-    """Tokenizer, 16 problems and their prompts."""
+    """Tokenizer, --problems problems and their prompts."""
     tokenizer = prompts.load_tokenizer(arguments.model)
     problems, tokens, _ = prompts.encode(
-        dataset.load(arguments.data, "test", limit=16),
+        dataset.load(arguments.data, "test", limit=arguments.problems),
         tokenizer,
         instruction=INSTRUCTION,
         max_prompt_tokens=512,
@@ -221,7 +222,7 @@ def update(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     Useful are 6 x parameters of the matrices x real tokens, and the products of attention within each sequence; what
     rematerialisation computes again is not.
     """
-    count, padded_to, limit = 16, 1536, 512
+    count, padded_to, limit = arguments.problems, 1536, 512
     tokenizer, problems, prompt_tokens = gsm8k(arguments)
     answers = [prompts.encode_solution(tokenizer, p.solution, 0)[:limit] for p in problems]
     lengths = np.array([len(a) for a in answers], np.int32)
@@ -248,7 +249,9 @@ def update(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         flops = forecast.update_flops(steps.actor, tokens)
         total = jnp.float32(lengths.sum())
         for repetition in range(arguments.repeat + 1):
-            for name, batches in (("packed", packed), ("padded", padded)):
+            for name, batches in {"packed": packed, "padded": padded}.items():
+                if arguments.only not in ("", name):
+                    continue
                 start = time.perf_counter()
                 grads = steps.actor.zeros(state.params)
                 for batch in batches:
@@ -426,6 +429,8 @@ def main() -> None:
     parser.add_argument("--segment", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--micro-tokens", type=int, default=4096)
+    parser.add_argument("--problems", type=int, default=16, help="of --data, for ragged, peer and update")
+    parser.add_argument("--only", choices=["", "packed", "padded"], default="", help="of the two updates")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--topology", default="v5e:2x4", help="of TPUs, for tpu")
     parser.add_argument("--tensor", type=int, default=1, help="chips over which heads are split; the rest split rows and weights")
