@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,6 +22,18 @@ from jax_ppo import evaluate, job, sharding, train
 from jax_ppo.models import hf, qwen
 from jax_ppo.runtime import checkpoint, metrics
 from jax_ppo.types import InputError, RunError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """All runs of this file have the same programs; only the first one compiles them."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    compilation_cache.reset_cache()
 
 
 def miniature(**train_keys):
