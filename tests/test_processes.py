@@ -29,7 +29,7 @@ def get_config():
     config.reward.custom = {str(ROOT / "tests" / "digit_reward.py")!r} + ":score"
     config.actor_optim.lr = config.critic_optim.lr = 1e-3
     config.eval.every, config.eval.at_start = 3, False
-    config.checkpoint.every = 1
+    config.checkpoint.every, config.checkpoint.keep_last = 1, 2
     config.train.iterations = {ITERATIONS}
     config.train.heartbeat_seconds = {HEARTBEAT}
     return config
@@ -128,7 +128,8 @@ def test_a_signal_to_one_stops_both_after_the_same_iteration_saved(together):
     workdir, said, errors, last = together
     assert 4 <= last <= 6 and f"signal 15: saved iteration {last}" in said[0]
     assert errors == ["", ""]
-    assert {p.name for p in (workdir / "checkpoints").iterdir()} == {"3", str(last)}  # the only one with a score, and the newest
+    # The only one with a score, and the newest two.
+    assert {p.name for p in (workdir / "checkpoints").iterdir()} == {"3", str(last - 1), str(last)}
 
 
 def test_one_process_writes_and_speaks(together):
@@ -177,6 +178,11 @@ def test_the_death_of_one_ends_the_other_and_a_restart_continues(runs, alone, to
         )
         assert re.match(where, final), error
 
-    codes, _, errors = finish(runs.start(workdir, 2))
+    # What the second process wrote into the newest checkpoint is torn: the first one could read its own part.
+    newest = max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
+    for file in (workdir / "checkpoints" / str(newest) / "critic" / "ocdbt.process_1" / "d").iterdir():
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    codes, said, errors = finish(runs.start(workdir, 2))
     assert codes == [0, 0], errors
+    assert f"checkpoint {newest} is broken: another process cannot read it; going back to {newest - 1}" in said[0]
     assert_close(steady(workdir), steady(alone))
