@@ -32,6 +32,7 @@ from jax_ppo.schema import (
 )
 from jax_ppo.types import InputError
 
+RESUME = Rule(lambda v: v in ("auto", "never") or "/" in v, "auto, never, or a path with a /, of a workdir or its checkpoints/N")
 UNTRUNCATED = "(a truncated distribution would be sampled but another one trained)"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -196,10 +197,7 @@ class TrainConfig:
     iterations: int = key(100, "in all, those before a resume included", POSITIVE)
     seed: int = key(0, "of everything random", Rule(lambda v: 0 <= v < 2**31, "from 0 to 2147483647"))
     resume: str = key(
-        "auto",
-        "auto continues a workdir that has checkpoints, never refuses one; WORKDIR or WORKDIR/checkpoints/N of another run starts a"
-        " workdir from there",
-        FILLED,
+        "auto", "auto continues a workdir that has checkpoints, never refuses one; a path starts from another run's", RESUME
     )
     max_skipped: int = key(5, "non-finite gradients in a row that end the run", POSITIVE)
     heartbeat_seconds: int = key(100, "of several processes, one that is silent for so long is dead, and ends all", at_least(5))

@@ -23,8 +23,8 @@ from jax_ppo.types import InputError, Params
 
 # Keys that may differ when a run is continued, by prefix: they change how long, how fast and what is shown, not what is computed.
 CHANGEABLE = (
-    "train.iterations train.resume train.max_skipped train.heartbeat_seconds rollout.slots rollout.segment model.path model.attention model.remat critic.path"
-    " data.path data.eval_path data.eval_limit ppo.micro_tokens mesh. eval. checkpoint. log."
+    "train.iterations train.resume train.max_skipped train.heartbeat_seconds rollout.slots rollout.segment model.path model.attention"
+    " model.remat critic.path data.path data.eval_path data.eval_limit ppo.micro_tokens mesh. eval. checkpoint. log."
 ).split()
 
 

@@ -106,15 +106,15 @@ class Learner:
             counted = mask & rollout.finished[:, None] if self.config.ppo.truncated == "mask" else mask
             policy = losses.aggregation_weights(jnp.asarray(counted), self.config.ppo.aggregation, norm=shape[1])
             made = self.steps.experience(
-                jnp.asarray(scores, jnp.float32),
-                jnp.asarray(mask, jnp.float32),
-                jnp.asarray(rollout.finished),
+                np.asarray(scores, np.float32),
+                mask.astype(np.float32),
+                rollout.finished,
                 policy,
                 old,
                 reference,
                 values,
                 after,
-                jnp.float32(kl_coef),
+                np.float32(kl_coef),
             )
             experience, metrics = made[0], {k: float(v) for k, v in jax.device_get(made[1]).items()}
         metrics |= {
@@ -198,7 +198,7 @@ class Learner:
             def actor_counts(chosen):
                 tokens, sequences = np.sum(policy[chosen] > 0), np.sum(np.any(policy[chosen] > 0, axis=1))
                 total = losses.aggregation_total(float(tokens), float(sequences), ppo.aggregation)
-                return jnp.float32(total), jnp.float32(max(tokens, 1))
+                return np.float32(total), np.float32(max(tokens, 1))
 
             with clock("update_actor"):
                 self.actor, parts = epochs("actor", self.actor, actor_counts)
@@ -207,7 +207,7 @@ class Learner:
             metrics["training/first_ratio_dev_max"] = max(abs(first["actor/ratio/min"] - 1), abs(first["actor/ratio/max"] - 1))
         if self.critic:
             with clock("update_critic"):
-                self.critic, parts = epochs("critic", self.critic, lambda chosen: (jnp.float32(rollout.lengths[chosen].sum()),))
+                self.critic, parts = epochs("critic", self.critic, lambda chosen: (np.float32(rollout.lengths[chosen].sum()),))
             metrics |= _summary(parts) | work("critic", len(parts))
         for name, state in (("actor", self.actor), ("critic", self.critic)):
             if state and int(state.skipped) >= self.config.train.max_skipped:
@@ -243,7 +243,7 @@ class Learner:
         self,
         name: str,
         state: TrainState,
-        counts: Callable[[np.ndarray], tuple[jax.Array, ...]],
+        counts: Callable[[np.ndarray], tuple[np.float32, ...]],
         *,
         minibatches: Sequence[np.ndarray],
         packed: Callable[[np.ndarray], Iterator[PackedBatch]],

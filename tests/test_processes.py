@@ -15,6 +15,7 @@ from jax_ppo.runtime import metrics
 
 ROOT = Path(__file__).parents[1]
 HEARTBEAT = 10
+ITERATIONS = 9
 CONFIG = f"""
 from jax_ppo.config import default_config
 
@@ -28,8 +29,8 @@ def get_config():
     config.reward.custom = {str(ROOT / "tests" / "digit_reward.py")!r} + ":score"
     config.actor_optim.lr = config.critic_optim.lr = 1e-3
     config.eval.every, config.eval.at_start = 3, False
-    config.checkpoint.every = 1
-    config.train.iterations = 3
+    config.checkpoint.every, config.checkpoint.keep_last = 1, 2
+    config.train.iterations = {ITERATIONS}
     config.train.heartbeat_seconds = {HEARTBEAT}
     return config
 """
@@ -66,7 +67,7 @@ class Runs:
 def finish(processes, seconds=300):
     """Exit codes, stdout and stderr of all, without what Gloo says about itself."""
     said = [process.communicate(timeout=seconds) for process in processes]
-    quiet = lambda text: "".join(line for line in text.splitlines(True) if "[Gloo]" not in line)  # noqa: E731
+    quiet = lambda text: "".join(line for line in text.splitlines(True) if "[Gloo]" not in line and "peer ranks" not in line)  # noqa: E731
     return [p.returncode for p in processes], [quiet(out) for out, _ in said], [quiet(err) for _, err in said]
 
 
@@ -96,39 +97,48 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(runs, tmp_path_factory):
-    """Nine iterations of one process with eight devices; JAX_NUM_PROCESSES=1 means that it waits for nobody."""
+    """The whole run, of one process with eight devices; JAX_NUM_PROCESSES=1 means that it waits for nobody."""
     workdir = tmp_path_factory.mktemp("alone")
-    codes, _, errors = finish(runs.start(workdir, 1, "--config.train.iterations=9"))
+    codes, _, errors = finish(runs.start(workdir, 1))
     assert codes == [0], errors
     return workdir
 
 
 @pytest.fixture(scope="module")
 def together(runs, alone, tmp_path_factory):
-    """Three iterations of two processes, and what they said."""
+    """The first iterations of two processes, until the second one heard SIGTERM: workdir, stdout, stderr, last iteration."""
     workdir = tmp_path_factory.mktemp("together")
-    codes, said, errors = finish(runs.start(workdir, 2))
+    processes = runs.start(workdir, 2)
+    wait_for(workdir, 3, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    codes, said, errors = finish(processes)
     assert codes == [0, 0], errors
-    return workdir, said, errors
+    return workdir, said, errors, metrics.read(workdir)[-1]["iteration"]
 
 
 def test_two_processes_find_the_numbers_of_one(alone, together):
-    assert_close(steady(together[0]), steady(alone)[:3])
+    workdir, _, _, last = together
+    assert_close(steady(workdir), steady(alone)[:last])
     for i in (1, 2, 3):
-        samples = [(workdir / "samples" / f"{i:06d}.jsonl").read_text() for workdir in (alone, together[0])]
+        samples = [(run / "samples" / f"{i:06d}.jsonl").read_text() for run in (alone, workdir)]
         assert samples[0] == samples[1]
 
 
-def test_one_process_writes_and_speaks(together):
-    workdir, said, errors = together
-    assert [line["iteration"] for line in metrics.read(workdir)] == [1, 2, 3]
-    assert len((workdir / "metrics.jsonl").read_text().splitlines()) == 3
-    assert sorted(p.name for p in workdir.iterdir()) == sorted(
-        ["builtin", "checkpoints", "config.json", "eval", "metrics.jsonl", "model", "report.html", "samples"]
-    )
-    assert [p.name for p in (workdir / "checkpoints").iterdir()] == ["3"]
-    assert "3/3" in said[0] and said[1] == ""
+def test_a_signal_to_one_stops_both_after_the_same_iteration_saved(together):
+    workdir, said, errors, last = together
+    assert 4 <= last <= 6 and f"signal 15: saved iteration {last}" in said[0]
     assert errors == ["", ""]
+    # The only one with a score, and the newest two.
+    assert {p.name for p in (workdir / "checkpoints").iterdir()} == {"3", str(last - 1), str(last)}
+
+
+def test_one_process_writes_and_speaks(together):
+    workdir, said, _, last = together
+    assert len((workdir / "metrics.jsonl").read_text().splitlines()) == last
+    files = ["builtin", "checkpoints", "config.json", "eval", "metrics.jsonl", "model", "report.html", "samples"]
+    assert sorted(p.name for p in workdir.iterdir()) == files
+    assert sum(f"{last}/{ITERATIONS} " in line for line in said[0].splitlines()) == 1
+    assert said[1] == ""
 
 
 def test_processes_that_differ_are_refused(runs, tmp_path):
@@ -152,29 +162,27 @@ def test_what_one_process_cannot_read_ends_both(runs, tmp_path):
     assert all(re.fullmatch(r"error: process 1: .*/nowhere\.jsonl.*\n", error) for error in errors), errors
 
 
-def test_a_signal_to_one_and_the_death_of_one_change_no_number(runs, alone, together):
-    workdir = together[0]
-    processes = runs.start(workdir, 2, "--config.train.iterations=9")
-    wait_for(workdir, 4, processes)
-    processes[1].send_signal(signal.SIGTERM)
-    codes, said, errors = finish(processes)
-    assert codes == [0, 0], errors
-    stopped = metrics.read(workdir)[-1]["iteration"]
-    assert 5 <= stopped < 8 and f"signal 15: saved iteration {stopped}" in said[0]
-    assert str(stopped) in {p.name for p in (workdir / "checkpoints").iterdir()}
-
-    processes = runs.start(workdir, 2, "--config.train.iterations=9")
-    wait_for(workdir, stopped + 1, processes)
+def test_the_death_of_one_ends_the_other_and_a_restart_continues(runs, alone, together):
+    workdir, last = together[0], together[3]
+    processes = runs.start(workdir, 2)
+    wait_for(workdir, last + 1, processes)
     processes[1].kill()
     died = time.monotonic()
     codes, _, errors = finish(processes)
     assert time.monotonic() - died < 2 * HEARTBEAT + 10
     assert codes[1] == -signal.SIGKILL and codes[0] not in (0, 2)
     for i, error in enumerate(errors):
-        last = [line for line in error.splitlines() if line.startswith("failed: ")][-1]
-        where = rf"failed: iteration [{stopped + 1}-9], stage \w+, process {i} of 2, was the last of this process; .* continues"
-        assert re.match(where, last), error
+        final = [line for line in error.splitlines() if line.startswith("failed: ")][-1]
+        where = (
+            rf"failed: iteration [{last + 1}-{last + 3}], stage \w+, process {i} of 2, was the last of this process; .* continues"
+        )
+        assert re.match(where, final), error
 
-    codes, _, errors = finish(runs.start(workdir, 2, "--config.train.iterations=9"))
+    # What the second process wrote into the newest checkpoint is torn: the first one could read its own part.
+    newest = max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
+    for file in (workdir / "checkpoints" / str(newest) / "critic" / "ocdbt.process_1" / "d").iterdir():
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    codes, said, errors = finish(runs.start(workdir, 2))
     assert codes == [0, 0], errors
+    assert f"checkpoint {newest} is broken: another process cannot read it; going back to {newest - 1}" in said[0]
     assert_close(steady(workdir), steady(alone))

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import digit_reward
@@ -11,14 +13,27 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jax_ppo import config as configs
 from jax_ppo import evaluate, job, sharding, train
 from jax_ppo.models import hf, qwen
-from jax_ppo.runtime import metrics
+from jax_ppo.runtime import checkpoint, metrics
 from jax_ppo.types import InputError, RunError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """All runs of this file have the same programs; only the first one compiles them."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    compilation_cache.reset_cache()
 
 
 def miniature(**train_keys):
@@ -56,6 +71,15 @@ def weights(workdir, cfg):
         steps = evaluate.Steps(cfg, model, model, mesh)
         shapes = evaluate.checkpoint.abstract(steps.actor.typed_shapes("float32"), steps.actor.shardings)
         return jax.device_get(evaluate.checkpoint.restore_params(workdir, shapes)[1])
+
+
+def states(workdir, cfg, *sizes, iteration=None):
+    """Both networks with their optimizers, on a mesh."""
+    model, mesh = hf.load_config(workdir / "model"), mesh_of(*(sizes or (1, 8, 1)))
+    with jax.set_mesh(mesh):
+        steps = evaluate.Steps(cfg, model, model, mesh)
+        wanted = [checkpoint.abstract(n.state_shapes("float32"), n.state_shardings) for n in (steps.actor, steps.critic)]
+        return jax.device_get(checkpoint.restore(workdir, *wanted, iteration=iteration)[1:3])
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +126,29 @@ def test_samples_and_evaluations_are_written(straight):
 
 
 @pytest.mark.slow
-def test_stopping_twice_changes_no_number(straight, tmp_path):
-    for iterations in (1, 3, 4):
-        train.run(miniature(iterations=iterations), tmp_path)
+def test_stopping_twice_changes_no_number(tmp_path):
+    """Twelve iterations, across the end of an epoch, with a KL coefficient that moves."""
+
+    def cfg(iterations):
+        made = miniature(iterations=iterations)
+        data, log = dataclasses.replace(made.data, train_limit=100), dataclasses.replace(made.log, samples=16)
+        return dataclasses.replace(made, data=data, log=log, ppo=dataclasses.replace(made.ppo, kl_target=0.01))
+
+    train.run(cfg(12), tmp_path / "straight")
+    for iterations in (3, 7, 12):
+        train.run(cfg(iterations), tmp_path / "stopped")
+    straight, stopped = (steady(tmp_path / name) for name in ("straight", "stopped"))
     # Where a run was to end it evaluates once more; that is the only difference.
-    extra = lambda line: {k: v for k, v in line.items() if not k.startswith("val-")}  # noqa: E731
-    assert [extra(line) for line in steady(tmp_path)] == [extra(line) for line in steady(straight)]
-    assert steady(tmp_path)[4] == steady(straight)[4]
-    jax.tree.map(np.testing.assert_array_equal, weights(tmp_path, miniature()), weights(straight, miniature()))
+    for line in (stopped[3], stopped[7]):
+        for name in [n for n in line if n.startswith("val-")]:
+            del line[name]
+    assert stopped == straight
+    assert {line["training/epoch"] for line in straight[1:]} == {0, 1}
+    assert len({line["actor/reward_kl_penalty_coeff"] for line in straight[1:]}) == 12
+    for i in range(1, 13):
+        assert len({(tmp_path / name / "samples" / f"{i:06d}.jsonl").read_text() for name in ("straight", "stopped")}) == 1
+    one, other = (states(tmp_path / name, cfg(12)) for name in ("straight", "stopped"))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 @pytest.mark.slow
@@ -137,6 +176,23 @@ def test_a_signal_ends_the_run_after_an_iteration_saved(straight, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_process_at_once(number):
+    program = """if True:
+        import os, sys
+        from jax_ppo.train import _signals
+        with _signals() as received:
+            for _ in range(2):
+                os.kill(os.getpid(), int(sys.argv[1]))
+                print(received, flush=True)"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(int(number))], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    # A shell shows 128 + the number: 143 and 130.
+    assert (done.returncode, done.stdout, done.stderr) == (-number, f"[{int(number)}]\n", "")
+
+
+@pytest.mark.slow
 def test_one_device_or_eight(straight, tmp_path):
     one = jax.make_mesh((1, 1, 1), sharding.AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:1])
     prepared = dataclasses.replace(job.prepare(miniature(), tmp_path), mesh=one)
@@ -150,22 +206,80 @@ def test_one_device_or_eight(straight, tmp_path):
     assert samples(tmp_path) == samples(straight)
 
 
+def mesh_of(*sizes):
+    devices = jax.devices()[: np.prod(sizes)]
+    return jax.make_mesh(sizes, sharding.AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    """Three iterations on a mesh of (8, 1, 1), with the checkpoints behind the second and the third."""
+    workdir = tmp_path_factory.mktemp("eight")
+    train.carry_out(dataclasses.replace(job.prepare(kept(3), workdir), mesh=mesh_of(8, 1, 1)))
+    return workdir
+
+
+def kept(iterations, **keys):
+    """The miniature that keeps its checkpoints."""
+    made = miniature(iterations=iterations, **keys)
+    return dataclasses.replace(made, checkpoint=configs.CheckpointConfig(every=1, keep_last=9))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)])
-def test_a_run_continues_on_another_mesh(straight, tmp_path, sizes):
-    """Two iterations on eight devices that split the weights, two on other ones."""
-    train.run(miniature(iterations=2), tmp_path)
-    saved = weights(tmp_path, miniature())
-    devices = jax.devices()[: np.prod(sizes)]
-    mesh = jax.make_mesh(sizes, sharding.AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
-    prepared = dataclasses.replace(job.prepare(miniature(), tmp_path), mesh=mesh)
-    with jax.set_mesh(mesh), train.Display(4) as display:
+def test_a_run_continues_on_another_mesh_and_back(eight, tmp_path, sizes):
+    """What was saved on eight devices that split the rows is the same on others, and the other way round."""
+    shutil.copytree(eight, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    prepared = dataclasses.replace(job.prepare(kept(3), tmp_path), mesh=mesh_of(*sizes))
+    with jax.set_mesh(prepared.mesh), train.Display(3) as display:
         trainer = train.Trainer(prepared, display)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.learner.actor.params), saved)
+        here = lambda: jax.device_get((trainer.learner.actor, trainer.learner.critic))  # noqa: E731
+        jax.tree.map(np.testing.assert_array_equal, here(), states(eight, kept(3), 8, 1, 1, iteration=2))
         trainer.train([])
-    for other, usual in zip(steady(tmp_path)[3:], steady(straight)[3:], strict=True):
-        for name in other:
-            assert other[name] == pytest.approx(usual[name], rel=1e-3, abs=2e-5), name
+        jax.tree.map(np.testing.assert_array_equal, here(), states(tmp_path, kept(3), 8, 1, 1, iteration=3))
+    there, usual = steady(tmp_path)[-1], steady(eight)[-1]
+    assert there.keys() == usual.keys()
+    for name in usual:
+        assert there[name] == pytest.approx(usual[name], rel=1e-5, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_new_workdir_starts_from_the_checkpoint_of_another_run(eight, tmp_path):
+    """With everything: the next iteration is the one that followed there."""
+    path, workdir = eight / "checkpoints" / "2", tmp_path / "run"
+    before = sorted((str(p), p.stat().st_mtime) for p in eight.rglob("*"))
+    prepared = job.prepare(kept(3, resume=str(path)), workdir)
+    assert prepared.origin == (eight, 2)
+    train.carry_out(dataclasses.replace(prepared, mesh=mesh_of(8, 1, 1)))
+    assert steady(workdir) == steady(eight)[3:]
+    jax.tree.map(np.testing.assert_array_equal, *(states(w, kept(3), 8, 1, 1) for w in (workdir, eight)))
+    assert sorted((str(p), p.stat().st_mtime) for p in eight.rglob("*")) == before
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "3"]
+    assert not (workdir / "builtin").exists() and (workdir / "model" / "model.safetensors").is_file()
+    # The same command again continues; one that names another origin is refused.
+    again = job.prepare(kept(4, resume=str(path)), workdir)
+    assert again.resuming and again.origin is None and again.source == workdir / "model"
+    with pytest.raises(InputError, match=r"config\.train\.resume=.*has checkpoints of its own"):
+        job.prepare(kept(3, resume=str(eight)), workdir)
+    with pytest.raises(InputError, match=r"no such checkpoint; there are 0, 1, 2, 3$"):
+        job.prepare(kept(3, resume=str(path.with_name("7"))), tmp_path / "new")
+    with pytest.raises(InputError, match=r"train.seed: 0 then, 1 now"):
+        job.prepare(kept(3, resume=str(eight), seed=1), tmp_path / "new")
+    with pytest.raises(InputError, match="neither auto, never, nor a run with checkpoints"):
+        job.prepare(kept(3, resume=str(tmp_path / "nowhere")), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_more_iterations_bend_a_falling_rate_and_say_so():
+    def notes(schedule, iterations):
+        made = kept(iterations)
+        cfg = dataclasses.replace(made, actor_optim=dataclasses.replace(made.actor_optim, schedule=schedule))
+        return job._bends(cfg, configs.to_dict(kept(3)))
+
+    assert notes("constant", 9) == notes("cosine", 3) == ()
+    (line,) = notes("linear", 9)
+    assert line.startswith("train.iterations was 3 and is 9: actor_optim.schedule=linear now ends at iteration 9")
 
 
 @pytest.mark.slow
@@ -198,7 +312,7 @@ def test_a_key_that_is_new_had_its_default(straight, tmp_path):
     del old["ppo"]["estimator"], old["critic"]
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     (tmp_path / "config.json").write_text(json.dumps(old))
-    assert job._resuming(miniature(), tmp_path)
+    assert job._before(miniature(), tmp_path)[1]
 
 
 def test_another_configuration_does_not_continue_a_run(straight):

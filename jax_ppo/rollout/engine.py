@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo import sharding
@@ -121,15 +120,16 @@ class Engine:
                 progress(done, len(lowered))
 
     def _sampling(self, key: jax.Array, temperature: float, top_k: int, top_p: float, min_tokens: int, limit: int) -> Sampling:
-        return Sampling(
-            key=key,
-            temperature=jnp.float32(temperature),
-            top_k=jnp.int32(top_k),
-            top_p=jnp.float32(top_p),
-            end_ids=jnp.asarray(self.end_ids, jnp.int32),
-            min_tokens=jnp.int32(min_tokens),
-            limit=jnp.int32(limit),
-        )
+        # Of the host: every process has them, and none has to be told.
+        fields: dict[str, Any] = {
+            "temperature": np.float32(temperature),
+            "top_k": np.int32(top_k),
+            "top_p": np.float32(top_p),
+            "end_ids": np.asarray(self.end_ids, np.int32),
+            "min_tokens": np.int32(min_tokens),
+            "limit": np.int32(limit),
+        }
+        return Sampling(key=key, **fields)
 
     @property
     def heights(self) -> list[int]:

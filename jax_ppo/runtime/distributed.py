@@ -114,6 +114,8 @@ def end(work: Callable[[], int]) -> int:
     """
     try:
         code = work()
+        if _obituary:
+            _last_words("")  # the end is foreseen, and has words of its own
     except BaseException:
         if not jax.distributed.is_initialized():
             raise
@@ -121,8 +123,6 @@ def end(work: Callable[[], int]) -> int:
         code = 1
     if not jax.distributed.is_initialized():
         return code
-    if _obituary:
-        _last_words("")
     if code == 0:
         jax.distributed.shutdown()
         return 0

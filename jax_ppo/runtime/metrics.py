@@ -316,7 +316,7 @@ class Writer:
         self._workdir = Path(workdir)
         self._workdir.mkdir(parents=True, exist_ok=True)
         self._run = _start_wandb(require_wandb(), self._workdir, wandb, resume_after, config, tracker) if wandb else None
-        self.tracker = str(self._run.id) if self._run is not None else tracker
+        self.tracker = (self._workdir / "wandb_id").read_text().strip() if self._run is not None else tracker
         _forget_after(self._workdir, resume_after)
         replace_file(self._workdir / "config.json", _dump(config, indent=2) + "\n")
         self._board: Any = None

@@ -250,6 +250,16 @@ def test_wandb_continues_its_run_with_the_iteration_as_axis(tmp_path, wandb):
     assert all(run.finished for run in wandb.runs)
 
 
+def test_wandb_continues_the_run_that_the_checkpoint_names(tmp_path, wandb):
+    options = {"resume_after": 3, "tensorboard": False, "wandb": "ppo", "config": {}}
+    for folder in ("one", "other"):  # where the file beside the checkpoints is gone, too
+        with metrics.Writer(tmp_path / folder, tracker="abc123", **options) as log:
+            assert log.tracker == "abc123"
+    assert [run.options["id"] for run in wandb.runs] == ["abc123", "abc123"]
+    with metrics.Writer(tmp_path / "one", tracker="", **options) as log:  # a checkpoint that knows of none
+        assert log.tracker == "abc123"
+
+
 def test_wandb_that_refuses_is_one_line_and_changes_nothing(tmp_path, wandb):
     writer(tmp_path).write(1, {"x": 1})
     with pytest.raises(InputError, match=r"^config\.log\.wandb='refused': no key configured$"):
