@@ -2,8 +2,9 @@
 
 python -m jax_ppo.main --config=configs/X.py [--workdir=DIR] [--config.SECTION.KEY=VALUE ...]
 
-Exit code 0 on success; 2 after one line about a wrong configuration, data set or model directory, before weights are loaded; 1
-after a failure while running.
+Exit code 0 on success, and after a signal and a save; 2 after one line about a wrong configuration, data set or model directory,
+before weights are loaded; 1 after a failure while running; 130 or 143 after a second signal. Several processes, each started by
+this command, find each other as `jax_ppo.runtime.distributed` says.
 """
 
 import sys

@@ -192,7 +192,7 @@ def test_the_work_is_spread_over_all_devices(convert, tmp_path, monkeypatch):
 def test_an_import_is_not_a_run_to_continue(convert, tmp_path):
     converted(convert, "import", GOLDENS / "qwen2_tied", tmp_path / "run")
     with pytest.raises(job.InputError, match="not a run to continue"):
-        job._resuming(job.Config(), tmp_path / "run")
+        job._before(job.Config(), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
