@@ -278,7 +278,7 @@ def iteration(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
     count, width, limit = 32, 16, 64
     config = Config(
-        model=ModelConfig(remat=False),
+        model=ModelConfig(remat=True),
         data=DataConfig(max_prompt_tokens=width),
         rollout=RolloutConfig(batch=count, max_response_tokens=limit, segment=arguments.segment),
         ppo=PPOConfig(kl_coef=0.05, minibatches=1, micro_tokens=count * (width + limit)),
