@@ -162,7 +162,9 @@ class PPOConfig:
         "a response that ran into the limit ends with value 0, with the critic's value, or is left out of the policy loss",
         one_of("terminal", "bootstrap", "mask"),
     )
-    target_kl: float = key(0.0, "end the actor's epochs of an iteration once the policy has moved this far; 0 is off", UNSIGNED)
+    target_kl: float = key(
+        0.0, "end the actor's epochs of an iteration once actor/ppo_kl_k3 of a minibatch exceeds this; 0 is off", UNSIGNED
+    )
     critic_warmup: int = key(0, "first iterations, which train the critic alone", UNSIGNED)
 
 

@@ -264,7 +264,7 @@ class Learner:
             updates.append((parts, {f"{name}/{key}": value for key, value in applied.items()}))
             progress(f"update {name}", done, len(minibatches))
             if name == "actor" and self.config.ppo.target_kl:
-                kl = sum(float(part["actor/ppo_kl"]) for part in parts)
+                kl = sum(float(part["actor/ppo_kl_k3"]) for part in parts)
                 if kl > self.config.ppo.target_kl:
                     break
         return state, [_merge(parts) | {k: float(v) for k, v in applied.items()} for parts, applied in jax.device_get(updates)]

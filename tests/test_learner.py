@@ -407,7 +407,7 @@ def test_target_kl_ends_the_epochs_of_the_actor(one: Place, data: Data) -> None:
 
     def real(params: Params, grads: Params, base: Params, batch: Any, *rest: Any) -> Any:
         grads, metrics = one.steps.update_actor(params, grads, base, batch, *rest)
-        parts.append(float(metrics["actor/ppo_kl"]))
+        parts.append(float(metrics["actor/ppo_kl_k3"]))
         return grads, metrics
 
     def progress(stage: str, done: int, total: int) -> None:

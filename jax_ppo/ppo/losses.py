@@ -82,6 +82,7 @@ def policy_loss(
         "actor/pg_clipfrac": masked_mean((clipped > plain).astype(jnp.float32), real),
         "actor/pg_clipfrac_lower": masked_mean(bounded.astype(jnp.float32), real),
         "actor/ppo_kl": masked_mean(-log_ratio, real),
+        "actor/ppo_kl_k3": masked_mean(ratio - 1.0 - jnp.clip(log_ratio, -EXPONENT_LIMIT, EXPONENT_LIMIT), real),
         "actor/ratio/min": low,
         "actor/ratio/max": high,
     }

@@ -88,7 +88,7 @@ def actor_objective(
         total=total,
     )
     share = jnp.sum(weights > 0) / tokens
-    for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"):
+    for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/ppo_kl_k3"):
         metrics[name] = metrics[name] * share
     here = share > 0
     metrics["actor/ratio/min"] = jnp.where(here, metrics["actor/ratio/min"], jnp.inf)

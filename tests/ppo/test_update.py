@@ -183,6 +183,7 @@ def check_policy_metrics(
     bounded = (a < 0) & (rho > (given["dual_clip"] or np.inf))
     assert metrics["actor/pg_clipfrac_lower"] == pytest.approx(bounded.mean(), rel=1e-5)
     assert metrics["actor/ppo_kl"] == pytest.approx(-np.log(rho).mean(), rel=1e-4)
+    assert metrics["actor/ppo_kl_k3"] == pytest.approx((rho - 1 - np.log(rho)).mean(), rel=1e-4)
     assert metrics["actor/ratio/min"] == pytest.approx(rho.min(), rel=1e-5)
     assert metrics["actor/ratio/max"] == pytest.approx(rho.max(), rel=1e-5)
 

@@ -277,7 +277,7 @@ def test_missing_wandb_is_one_line(tmp_path, monkeypatch):
 
 
 DOCUMENTED = """
-    actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy actor/grad_norm actor/lr actor/kl_loss
+    actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/ppo_kl_k3 actor/entropy actor/grad_norm actor/lr actor/kl_loss
     actor/reward_kl_penalty actor/reward_kl_penalty_coeff critic/vf_loss critic/vf_clipfrac critic/vf_explained_var
     critic/vpred_mean critic/grad_norm critic/lr critic/score/mean critic/rewards/max critic/advantages/min critic/returns/mean
     critic/values/max response_length/mean response_length/clip_ratio prompt_length/min timing_s/gen timing_s/reward
