@@ -16,7 +16,7 @@ from jax_ppo.ppo import packing, update
 from jax_ppo.ppo.losses import aggregation_weights
 from jax_ppo.types import Experience, PackedBatch, Params
 
-B, LIMIT, VOCAB = 16, 24, 64
+B, LIMIT, VOCAB = 16, 100, 64
 TEMPERATURE = 0.8
 OPTIONS = {
     "temperature": TEMPERATURE,
@@ -121,9 +121,9 @@ def assert_close(ours: Params, theirs: Params) -> None:
 @pytest.mark.parametrize(
     ("options", "mode", "tied", "shapes"),
     [
-        ({}, "token-mean", False, [(1, 48), (3, 59)]),
-        ({"dual_clip": 1.5, "entropy_coef": 0.3, "kl_loss_coef": 0.2, "kl_kind": "k2"}, "seq-mean-token-mean", False, [(2, 50)]),
-        ({"kl_loss_coef": 0.2}, "seq-mean-token-sum-norm", True, [(5, 48)]),
+        ({}, "token-mean", False, [(1, 200), (3, 247)]),
+        ({"dual_clip": 1.5, "entropy_coef": 0.3, "kl_loss_coef": 0.2, "kl_kind": "k2"}, "seq-mean-token-mean", False, [(2, 210)]),
+        ({"kl_loss_coef": 0.2}, "seq-mean-token-sum-norm", True, [(5, 200)]),
     ],
 )
 def test_actor_gradient_against_one_sequence_at_a_time(
@@ -211,7 +211,7 @@ def test_critic_gradient_against_one_sequence_at_a_time(data: Sequences) -> None
         params, partial(forward, config=config), batch, dirty, jnp.float32(data.lengths.sum()), clip=0.5
     )
     step = jax.jit(jax.value_and_grad(objective, has_aux=True))
-    value, ours, metrics = packed_sum(step, params, data.packed(3, 59))
+    value, ours, metrics = packed_sum(step, params, data.packed(3, 231))
     assert value == pytest.approx(expected, rel=1e-5)
     assert float(metrics["critic/vf_loss"]) == pytest.approx(expected, rel=1e-5)
     assert 0 < float(metrics["critic/vf_clipfrac"]) < 1
@@ -231,7 +231,7 @@ def test_supervised_gradient_against_one_sequence_at_a_time(data: Sequences) -> 
     objective = lambda params, batch: update.supervised_objective(  # noqa: E731
         params, partial(forward, config=config), batch, jnp.float32(data.lengths.sum())
     )
-    value, ours, _ = packed_sum(jax.jit(jax.value_and_grad(objective, has_aux=True)), params, data.packed(3, 59))
+    value, ours, _ = packed_sum(jax.jit(jax.value_and_grad(objective, has_aux=True)), params, data.packed(3, 231))
     assert value == pytest.approx(expected, rel=1e-5)
     assert_close(ours, gradient)
 
@@ -247,8 +247,8 @@ def test_rows_without_policy_tokens_change_nothing(data: Sequences) -> None:
         params, partial(forward, config=config), batch, experience, jnp.float32(counted), jnp.float32(counted), **OPTIONS
     )
     step = jax.jit(jax.value_and_grad(objective, has_aux=True))
-    without = packed_sum(step, params, data.packed(16, 48, np.arange(8, 16)))
-    batches = [data.packed(16, 48, chosen)[0] for chosen in (np.arange(8), np.arange(8, 16), np.array([], int))]
+    without = packed_sum(step, params, data.packed(16, 200, np.arange(8, 16)))
+    batches = [data.packed(16, 200, chosen)[0] for chosen in (np.arange(8), np.arange(8, 16), np.array([], int))]
     for with_empty in (batches, batches[::-1]):
         value, gradient, metrics = packed_sum(step, params, with_empty)
         assert value == without[0]
