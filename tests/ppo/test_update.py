@@ -35,7 +35,7 @@ def forward(params: Params, batch: PackedBatch, *, config: QwenConfig) -> jax.Ar
 
 
 class Sequences:
-    """16 prompts and responses of 1 to 24 tokens, and something to learn from them."""
+    """16 prompts and responses of 1 to 100 tokens, and something to learn from them."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
