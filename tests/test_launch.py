@@ -12,6 +12,7 @@ import yaml
 from jax.sharding import AxisType
 
 from jax_ppo import config as configuration
+from jax_ppo import schema
 from jax_ppo import sharding
 from jax_ppo.runtime import forecast
 from jax_ppo.steps import Steps
@@ -44,7 +45,7 @@ def test_a_shell_can_read_the_scripts(script):
 
 def test_keys_and_files_exist():
     for name in re.findall(r"--config\.([\w.]+)=", TEXT):
-        configuration.check_key(name, "")
+        schema.check_key(configuration.keys(), name, "")
     for file in re.findall(r"(?:configs|tools)/\w+\.py", TEXT):
         assert (ROOT / file).is_file(), file
 
