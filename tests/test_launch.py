@@ -12,8 +12,7 @@ import yaml
 from jax.sharding import AxisType
 
 from jax_ppo import config as configuration
-from jax_ppo import schema
-from jax_ppo import sharding
+from jax_ppo import schema, sharding
 from jax_ppo.runtime import forecast
 from jax_ppo.steps import Steps
 
