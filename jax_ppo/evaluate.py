@@ -25,8 +25,8 @@ from jax_ppo.rewards import gsm8k
 from jax_ppo.rollout.engine import Engine
 from jax_ppo.runtime import checkpoint, cli, distributed, hub, metrics
 from jax_ppo.runtime.display import Display, start_table
-from jax_ppo.steps import Steps
-from jax_ppo.types import Params, Prompts, Rollout
+from jax_ppo.steps import Steps, trained_shapes
+from jax_ppo.types import InputError, Params, Prompts, Rollout
 
 RULES = ("strict", "flexible", "verl")
 
@@ -100,13 +100,14 @@ def restore_network(
     """
     file, head = workdir / "config.json", {"actor": "lm_head", "critic": "score"}[which]
     # An import has no configuration, and a run may be older than a key.
-    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read ({error})") from None
     config: Config = schema.build(Config(), schema.complete(Config(), saved))
     adapters, alone = config.model.lora, which == "critic" and config.critic.trunk == "actor"
     plain = jax.eval_shape(lambda: qwen.init(jax.random.key(0), model, head=head))
-    shapes = plain
-    if adapters.rank:
-        shapes = {head: plain[head]} if alone else lora.trained(plain, adapters.rank, set(adapters.targets.split(",")))
+    shapes = trained_shapes(adapters, plain, alone=alone) if adapters.rank else plain
     typed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype or x.dtype)), shapes)
     wanted = checkpoint.abstract(typed, sharding.parameter_specs(shapes, mesh))
     done, params, skipped = checkpoint.restore_params(workdir, wanted, item=which, iteration=iteration, cast=dtype is not None)

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ppo import probe, sharding
-from jax_ppo.config import Config, OptimConfig
+from jax_ppo.config import Config, LoraConfig, OptimConfig
 from jax_ppo.models import lora, qwen
 from jax_ppo.models.layers import QwenConfig
 from jax_ppo.ppo import optimizer, update
@@ -22,6 +22,13 @@ def compute_dtype(name: str) -> Any:
     if name == "auto":
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     return jnp.dtype(name)
+
+
+def trained_shapes(adapters: LoraConfig, plain: Params, *, alone: bool) -> Params:
+    """Shapes of what trains of a network with the shapes `plain`: all of it, adapters and the head, or a critic's head alone."""
+    if alone:
+        return {"score": plain["score"]}
+    return lora.trained(plain, adapters.rank, set(adapters.targets.split(","))) if adapters.rank else plain
 
 
 class Network:
@@ -69,11 +76,8 @@ class Network:
         self.alone = alone
         adapters = config.model.lora
         self.scale = adapters.alpha / adapters.rank if adapters.rank else 1.0
-        self.plain = self.shapes = jax.eval_shape(lambda: qwen.init(jax.random.key(0), model, head=head))
-        if alone:
-            self.shapes = {head: self.plain[head]}
-        elif adapters.rank:
-            self.shapes = lora.trained(self.plain, adapters.rank, set(adapters.targets.split(",")))
+        self.plain = jax.eval_shape(lambda: qwen.init(jax.random.key(0), model, head=head))
+        self.shapes = trained_shapes(adapters, self.plain, alone=alone)
         self.plain_shardings = sharding.parameter_specs(self.plain, mesh)
         self.shardings = sharding.parameter_specs(self.shapes, mesh)
         self.rate = optimizer.schedule(optim.lr, warmup=optim.warmup, kind=optim.schedule, total=total_updates)
