@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,11 @@ class Checkpoints:
             rest=ocp.args.JsonSave({"rest": rest, "score": score}),
         )
         try:
-            if not self._manager.save(iteration, args=args, force=True):
-                raise RunError(f"checkpoint {iteration}: orbax did not save it")
-        except (OSError, ValueError) as error:
+            started = self._manager.save(iteration, args=args, force=True)
+        except Exception as error:  # a full disk can fail in any layer below
             raise RunError(f"saving checkpoint {iteration} failed: {_line(error)}") from error
+        if not started:
+            raise RunError(f"checkpoint {iteration}: orbax did not save it")
 
     def check(self) -> None:
         """Raises what a save that is over has died of; does not wait for one that goes on.
@@ -292,9 +294,11 @@ def abstract(state: Any, shardings: Any) -> Any:
 
 
 def _quiet() -> None:
-    # orbax reports every file at level INFO, and what it raises once more with its whole stack at level ERROR.
+    # orbax reports every file at level INFO, and what it raises once more with its whole stack at level ERROR. The first write
+    # that fails is raised; those behind it are dropped before they begin, of which Python warns.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
 
 
 def _line(error: Exception) -> str:

@@ -1,10 +1,12 @@
 """Checkpoints survive what happens to them: processes that die, disks that fill up, other meshes, and their own bookkeeping."""
 
+import gc
 import math
 import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -376,9 +378,23 @@ def test_a_full_disk_ends_the_run_with_one_line_and_the_checkpoint_before_is_who
     done = program(tmp_path, ending, 4096)
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    line = done.stderr.removesuffix("\n")
+    assert "\n" not in line
     assert line.startswith("failed: saving checkpoint 2 failed: ") and "File too large" in line
     assert_resumes_from_one(tmp_path)
+
+
+def test_writes_that_never_began_are_not_news():
+    async def write():
+        pass
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        checkpoint._quiet()
+        write()
+        gc.collect()
+        warnings.warn("coroutine lost", RuntimeWarning, stacklevel=1)
+    assert [str(warning.message) for warning in said] == ["coroutine lost"]
 
 
 def test_killed_while_saving(tmp_path):
