@@ -2,27 +2,26 @@
 
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo import sharding, warmstart
+from jax_ppo import sharding
 from jax_ppo.config import Config, to_dict
-from jax_ppo.data import task as tasks
 from jax_ppo.evaluate import evaluate, make_engine
-from jax_ppo.job import Job, adopt, prepare, write_start
-from jax_ppo.learner import Learner
-from jax_ppo.models import hf
+from jax_ppo.job import Job, adopt, prepare
+from jax_ppo.learner import Clock
+from jax_ppo.networks import Loader
 from jax_ppo.ppo.advantages import adapt_kl_coef
+from jax_ppo.rollout.engine import Engine
 from jax_ppo.runtime import checkpoint, distributed, forecast, metrics, report
 from jax_ppo.runtime.display import Display, start_table
-from jax_ppo.steps import Network, Steps
+from jax_ppo.steps import Steps
 from jax_ppo.types import Params, Prompts, Rollout, TrainState
 
 
@@ -47,6 +46,55 @@ def carry_out(job: Job) -> dict[str, Any]:
     """Does a job that is prepared; see `run`. SIGTERM and Ctrl-C end it after the current iteration, saved."""
     with jax.set_mesh(job.mesh), _signals() as stopped, Display(job.config.train.iterations) as display:
         return Trainer(job, display).train(stopped)
+
+
+class Sampled(NamedTuple):
+    """What the actor said in an iteration: B prompts, their responses, the texts of these, and [B] float32 scores."""
+
+    prompts: Prompts
+    rollout: Rollout
+    texts: list[str]
+    scores: np.ndarray
+
+
+def sample(
+    job: Job,
+    steps: Steps,
+    engine: Engine,
+    policy: Params,
+    i: int,
+    clock: Clock = nullcontext,
+    progress: Callable[[str, int, int], Any] = lambda stage, done, total: None,
+) -> Sampled:
+    """Samples the responses of an iteration and scores them.
+
+    Args:
+      job:    the run.
+      steps, engine: its jitted functions, and what samples with them.
+      policy: all weights of the actor.
+      i:      the iteration, from 1; with the seed it gives prompts and randomness.
+      clock:  clock(stage) is a context that times a stage.
+      progress: called with (stage, responses done, all).
+    """
+    sampling, seed = job.config.rollout, job.config.train.seed
+    prompts = job.task.batch(i, batch=sampling.batch, n=sampling.n, seed=seed)
+    with clock("gen"):
+        rollout = engine.generate(
+            policy,
+            steps.decode_weights(policy),
+            prompts,
+            jax.random.fold_in(jax.random.key(seed), i),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            progress=partial(progress, "rollout"),
+        )
+    with clock("reward"):
+        texts = job.task.text(rollout.tokens, rollout.lengths)
+        score = partial(job.scorer, prompts.problems, texts, rollout.lengths, rollout.finished)
+        # Of several processes one asks: the user's function may answer differently each time.
+        scores = distributed.from_first(score, np.zeros(len(texts), np.float32))
+    return Sampled(prompts, rollout, texts, scores)
 
 
 class Trainer:
@@ -77,9 +125,8 @@ class Trainer:
         )
         for note in [*job.notes, *self.task.notes]:
             display.say(note, "yellow")
-        actor, critic = self._restore() if job.resuming else self._begin()
-        base = self._frozen()
-        self.learner = Learner(config, self.steps, job.shape, actor, critic, self._reference(actor, base["actor"]), base)
+        loader = Loader(job, self.steps, display)
+        self.learner = loader.learner(*(self._restore(loader) if job.resuming else loader.begin()))
         if job.origin or (self.done == 0 and not job.resuming and config.warmstart.steps):
             self._save(self.done, None)
 
@@ -117,17 +164,12 @@ class Trainer:
         """One iteration: prompts, responses, scores, experience, updates. Returns its metrics."""
         config, start = self.config, time.monotonic()
         self.seconds, self.iteration = {}, i
-        prompts = self.task.batch(i, batch=config.rollout.batch, n=config.rollout.n, seed=config.train.seed)
+        stage = self.display.stage
         with self._profiled(i):
-            with self._clock("gen"):
-                rollout = self._generate(i, prompts)
-            with self._clock("reward"):
-                texts = self.task.text(rollout.tokens, rollout.lengths)
-                score = partial(self.job.scorer, prompts.problems, texts, rollout.lengths, rollout.finished)
-                # Of several processes one asks: the user's function may answer differently each time.
-                scores = distributed.from_first(score, np.zeros(len(texts), np.float32))
+            prompts, rollout, texts, scores = sample(
+                self.job, self.steps, self.engine, self.learner.policy, i, self._clock, stage
+            )
             experience, measured = self.learner.experience(prompts, rollout, scores, self.kl_coef, self._clock)
-            stage = self.display.stage
             measured |= self.learner.update(prompts, rollout, experience, i, self._clock, stage)
         if config.ppo.kl_target:
             kl = measured["actor/reward_kl_penalty"]
@@ -142,80 +184,9 @@ class Trainer:
         weights = sharding.result(self.steps.decode_weights.lower(params))
         self.engine.compile(params, weights, lambda done, total: self.display.stage("compiling", done, total))
 
-    def _generate(self, i: int, prompts: Prompts) -> Rollout:
-        params = self.learner.policy
-        key = jax.random.fold_in(jax.random.key(self.config.train.seed), i)
-        return self.engine.generate(
-            params,
-            self.steps.decode_weights(params),
-            prompts,
-            key,
-            temperature=self.config.rollout.temperature,
-            top_k=self.config.rollout.top_k,
-            top_p=self.config.rollout.top_p,
-            progress=lambda done, total: self.display.stage("rollout", done, total),
-        )
-
-    def _begin(self) -> tuple[TrainState, TrainState | None]:
-        """The networks from their directories, the actor after its warm start."""
-        job, config, network = self.job, self.config, self.steps.critic
-        warm, dtype, adapted = bool(config.warmstart.steps), config.model.param_dtype, bool(config.model.lora.rank)
-        # The first iteration draws from 1.
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(config.train.seed), 0))
-        # Frozen weights keep the dtype of their file.
-        exact = lambda source: hf.stored_dtype(source) if adapted else dtype  # noqa: E731
-        params = self._load("actor", job.source, self.steps.actor, dtype if warm else exact(job.source))
-        if warm:
-            params = self._warm_start(params)
-        own = None
-        if network and job.critic_source:
-            own = self._load("critic", job.critic_source, network, exact(job.critic_source), head="score")
-        write_start(job, params, own)
-        actor = self.steps.actor.start(self.steps.actor.fresh(keys[0], dtype) if adapted else params)
-        if network is None:
-            return actor, None
-        if adapted or network.alone:
-            fresh = network.fresh(keys[1], dtype)
-            head = own["score"] if own else fresh["score"]
-            return actor, network.start({**fresh, "score": jax.tree.map(lambda x: x.astype(dtype), head)})
-        return actor, network.start(own or self._load("critic", job.start if warm else job.source, network, dtype, head="score"))
-
-    def _frozen(self) -> dict[str, Params]:
-        """What adapters stand on, by network: the weights of the start, one copy for actor, critic and reference."""
-        base: dict[str, Params] = {"actor": {}, "critic": {}}
-        if not self.config.model.lora.rank:
-            return base
-        base["actor"] = self._load("base", self.job.start, self.steps.actor, hf.stored_dtype(self.job.start))
-        own, critic = self.job.workdir / "critic", self.steps.critic
-        if critic and self.job.critic_source:
-            base["critic"] = self._load("base of the critic", own, critic, hf.stored_dtype(own), head="score")
-        elif critic and not critic.alone:
-            base["critic"] = {"model": base["actor"]["model"]}
-        return base
-
-    def _load(self, name: str, source: Path, network: Network, dtype: str, *, head: str = "lm_head") -> Params:
-        bar = self.display.bar(f"loading {name}", hf.tensor_count(network.model, head=head))
-        return hf.load_params(source, network.model, dtype=dtype, shardings=network.plain_shardings, head=head, progress=bar)
-
-    def _warm_start(self, params: Params) -> Params:
-        bar = self.display.bar("warm start", self.config.warmstart.steps)
-        prompts, responses = tasks.demonstrations(self.config, self.task)
-        began = time.monotonic()
-        params, loss = warmstart.warm_start(
-            self.config, self.job.actor, self.job.mesh, params, prompts, responses, self.job.shape, bar
-        )
-        self.display.say(f"warm start: {self.config.warmstart.steps} updates, loss {loss:.3f}, {time.monotonic() - began:.0f} s")
-        return params
-
-    def _restore(self) -> tuple[TrainState, TrainState | None]:
-        dtype = self.config.model.param_dtype
-        wanted: Any = lambda n: checkpoint.abstract(n.state_shapes(dtype), n.state_shardings) if n else None  # noqa: E731
+    def _restore(self, loader: Loader) -> tuple[TrainState, TrainState | None]:
         origin = self.job.origin
-        networks = wanted(self.steps.actor), wanted(self.steps.critic)
-        if origin:
-            self.done, actor, critic, rest, skipped = checkpoint.restore(origin.workdir, *networks, iteration=origin.iteration)
-        else:
-            self.done, actor, critic, rest, skipped = self.saved.restore(*networks)
+        self.done, actor, critic, rest, skipped = loader.restore(*(origin or (self.job.workdir, None)))
         for line in skipped:
             self.display.say(f"{line}; going back to {self.done}", "bold red")
         self.kl_coef, self.wall = rest["kl_coef"], rest["wall"]
@@ -226,17 +197,6 @@ class Trainer:
             self.saved.discard_after(self.done)
         self.display.say(f"continuing after iteration {self.done}" + (f" of {origin.workdir}" if origin else ""))
         return actor, critic
-
-    def _reference(self, actor: TrainState, base: Params) -> Params | None:
-        """The policy of the start, in the dtype it is stored in, so that its log-probabilities are those of the actor then.
-
-        With adapters it is the base with adapters of zero: the program that scores the actor scores it, to the same bits.
-        """
-        if not self.job.needs_reference:
-            return None
-        if base:
-            return self.steps.actor.whole(jax.tree.map(jnp.zeros_like, actor.params), base)
-        return self._load("reference", self.job.start, self.steps.actor, hf.stored_dtype(self.job.start))
 
     def _evaluate(self, i: int) -> dict[str, Any]:
         params = self.learner.policy

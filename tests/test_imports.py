@@ -32,7 +32,7 @@ LAYERS = (
     Layer(("probe",), pure=False),
     Layer(("steps",), pure=False),
     Layer(("learner", "warmstart", "data", "runtime", "rollout.engine"), pure=False),
-    Layer(("evaluate", "job"), pure=False),
+    Layer(("evaluate", "job", "networks"), pure=False),
     Layer(("train",), pure=False),
     Layer(("main",), pure=False),
 )

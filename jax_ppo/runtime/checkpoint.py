@@ -97,12 +97,6 @@ class Checkpoints:
         """The checkpoints, oldest first; one that is being saved counts."""
         return sorted(self._manager.all_steps())
 
-    def restore(
-        self, actor: TrainState, critic: TrainState | None
-    ) -> tuple[int, TrainState, TrainState | None, dict[str, Any], list[str]]:
-        """The newest checkpoint that is whole, as the function `restore` reads it."""
-        return restore(Path(self._manager.directory).parent, actor, critic)
-
     def discard_after(self, iteration: int) -> None:
         """Deletes broken checkpoints behind the one a run continues from, so that they can be saved again."""
         for step in [s for s in self.steps() if s > iteration]:

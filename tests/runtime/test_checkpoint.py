@@ -67,9 +67,10 @@ def on_disk(folder):
     return sorted(p.name for p in (folder / "checkpoints").iterdir())
 
 
-def restored(made):
+def restored(folder):
+    opened(folder)  # as a run does first
     like = placed(state(0))
-    return made.restore(like, like)
+    return checkpoint.restore(folder, like, like)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -79,7 +80,7 @@ def test_what_was_saved_comes_back_bit_by_bit(tmp_path, dtype):
     first = opened(tmp_path)
     first.save(3, actor, critic, REST, 0.5)
     first.close()
-    iteration, found_actor, found_critic, rest, skipped = opened(tmp_path).restore(placed(actor), placed(critic))
+    iteration, found_actor, found_critic, rest, skipped = checkpoint.restore(tmp_path, placed(actor), placed(critic))
     assert (iteration, rest, skipped) == (3, REST, [])
     assert_equal(found_actor, actor)
     assert_equal(found_critic, critic)
@@ -93,7 +94,7 @@ def test_a_save_holds_the_state_of_its_moment(tmp_path):
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
     jax.block_until_ready(overwrite(actor))  # the next update donates the buffers while they are being written
     made.wait()
-    assert_equal(restored(made)[1], expected)
+    assert_equal(restored(tmp_path)[1], expected)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_the_newest_and_the_best_stay(tmp_path, scores, keep_last, keep_best, le
     made.close()
     assert on_disk(tmp_path) == [str(step) for step in left]
     assert opened(tmp_path).steps() == left
-    assert restored(opened(tmp_path))[0] == 10 * len(scores)
+    assert restored(tmp_path)[0] == 10 * len(scores)
 
 
 def test_the_best_is_remembered_by_the_next_process(tmp_path):
@@ -143,7 +144,7 @@ def broken(folder):
 def test_broken_checkpoints_are_passed_over_and_named(tmp_path):
     broken(tmp_path)
     made = opened(tmp_path, keep_last=5)
-    iteration, actor, critic, rest, skipped = restored(made)
+    iteration, actor, critic, rest, skipped = restored(tmp_path)
     assert iteration == 10 and rest == {"iteration": 10}
     assert_equal(actor, state(10))
     assert_equal(critic, state(11))
@@ -155,14 +156,14 @@ def test_broken_checkpoints_are_passed_over_and_named(tmp_path):
         made.save(step, state(step), state(step + 1), {}, 0.0)
     made.close()
     assert on_disk(tmp_path) == ["10", "20", "30", "60"]
-    assert restored(opened(tmp_path))[0] == 60
+    assert restored(tmp_path)[0] == 60
 
 
 def test_nothing_whole_is_an_error_that_names_everything(tmp_path):
     saved(tmp_path, [0.1]).close()
     shutil.rmtree(tmp_path / "checkpoints" / "10" / "actor")
     with pytest.raises(RunError, match=r"no checkpoint can be read: checkpoint 10 is broken: .*actor"):
-        restored(opened(tmp_path))
+        restored(tmp_path)
 
 
 @pytest.mark.parametrize("step", [20, 19, 10, 5])
@@ -172,7 +173,7 @@ def test_a_checkpoint_that_is_not_the_newest_is_refused(tmp_path, step):
         made.save(step, state(1), state(2), {}, None)
     made.close()
     assert on_disk(tmp_path) == ["10", "20"]
-    assert_equal(restored(opened(tmp_path))[1], state(20))
+    assert_equal(restored(tmp_path)[1], state(20))
 
 
 def test_a_relative_workdir(tmp_path, monkeypatch):
@@ -200,7 +201,7 @@ def test_another_mesh(tmp_path, before, after):
     first.close()
     wanted = [on(mesh(*after), x) for x in (actor, critic)]
     with jax.set_mesh(mesh(*after)):
-        _, *found, _, _ = opened(tmp_path).restore(abstract(actor, wanted[0]), abstract(critic, wanted[1]))
+        _, *found, _, _ = checkpoint.restore(tmp_path, abstract(actor, wanted[0]), abstract(critic, wanted[1]))
         params = restore_params(tmp_path, abstract(actor.params, wanted[0].params))[1]
     for a, b, where in zip([*found, params], [actor, critic, actor.params], [*wanted, wanted[0].params], strict=True):
         assert_equal(a, b)
@@ -311,7 +312,7 @@ def test_where_a_path_leads(tmp_path, monkeypatch):
 def test_nothing_is_printed(tmp_path, capfd):
     broken(tmp_path)
     made = opened(tmp_path, keep_last=5)
-    made.discard_after(restored(made)[0])
+    made.discard_after(restored(tmp_path)[0])
     made.check()
     made.close()
     restore_params(tmp_path, placed(state(0)).params)
@@ -325,7 +326,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from jax_ppo.ppo import optimizer
 from jax_ppo.runtime import cli
-from jax_ppo.runtime.checkpoint import Checkpoints, abstract
+from jax_ppo.runtime.checkpoint import Checkpoints, abstract, restore
 
 transform = optimizer.optimizer(lambda _: 1e-2, clip_norm=1.0, b1=0.9, b2=0.99, weight_decay=0.0)
 
@@ -346,7 +347,7 @@ def job(config, values):
         for path in (values.workdir / "checkpoints" / "2" / "critic" / "d").iterdir():
             path.write_bytes(path.read_bytes()[:-9])
         like = abstract(state(0.0, 16), jax.tree.map(lambda x: x.sharding, state(0.0, 16)))
-        sys.stdout.write(f"{saved.restore(like, like)[0::4]}")
+        sys.stdout.write(f"{restore(values.workdir, like, like)[0::4]}")
         return
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -415,7 +416,7 @@ def assert_resumes_from_one(folder):
     params = {"w": {"kernel": jnp.zeros((16, 8))}}
     like = placed(optimizer.start(params, ADAM))
     made = opened(folder)
-    iteration, actor, _, _, skipped = made.restore(like, like)
+    iteration, actor, _, _, skipped = checkpoint.restore(folder, like, like)
     assert (iteration, skipped) == (1, [])
     assert np.all(np.asarray(actor.params["w"]["kernel"])[0] == 1.0)
     made.save(2, actor, actor, {}, 0.2)
