@@ -128,6 +128,11 @@ class Learner:
             del metrics["actor/reward_kl_penalty"], metrics["actor/reward_kl_penalty_coeff"]
         return experience, metrics
 
+    def logprobs(self, prompts: Prompts, rollout: Rollout) -> tuple[jax.Array, jax.Array]:
+        """Log-probabilities and entropies [B, R] of the responses under the actor as it is now, 0 behind them."""
+        batches = list(self.packed(prompts, rollout, np.arange(len(rollout.lengths))))
+        return self._scored(self.policy, batches, rollout.tokens.shape)
+
     def _scored(self, params: Params, batches: Sequence[PackedBatch], shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities and entropies [B, R] of the tokens in these micro-batches, 0 elsewhere."""
         logprobs, entropy = (sharding.place(np.zeros(shape, np.float32), self._everywhere) for _ in range(2))

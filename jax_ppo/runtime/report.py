@@ -79,8 +79,8 @@ SMOOTHED = 60  # a curve with as many is drawn with its running mean
 
 # Drawn in these colours, which occur nowhere else, and replaced by variables that follow the light or dark theme.
 _INK, _GRID = "#010203", "#040506"
-_COLOURS = tuple(f"#a1b2c{k}" for k in range(8))
-_THEMED = {_INK: "var(--soft)", _GRID: "var(--line)"} | {c: f"var(--c{k})" for k, c in enumerate(_COLOURS)}
+COLOURS = tuple(f"#a1b2c{k}" for k in range(8))
+_THEMED = {_INK: "var(--soft)", _GRID: "var(--line)"} | {c: f"var(--c{k})" for k, c in enumerate(COLOURS)}
 
 _STYLE = """
 :root { color-scheme: light dark; --ink:#1b1f24; --soft:#59636e; --line:#d8dee4; --back:#f6f8fa; --card:#fff;
@@ -146,8 +146,15 @@ def _curves(panel: Panel, records: Sequence[Record]) -> list[tuple[str, list[flo
     return curves
 
 
-def _chart(title: str, hint: str, keys: Sequence[str], last: int, draw: Callable[[Any], None]) -> str:
-    """A card with a heading, a legend and what `draw` puts on the axes, as SVG; its x axis reaches from 0 to `last`."""
+def chart(title: str, hint: str, keys: Sequence[str], last: int, draw: Callable[[Any], None]) -> str:
+    """A card with a heading, a legend and what `draw` puts on the axes, as SVG.
+
+    Args:
+      title, hint: above the chart.
+      keys:  of the legend, in the order of COLOURS.
+      last:  the x axis reaches from 0 to it.
+      draw:  called with the matplotlib axes.
+    """
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -185,7 +192,7 @@ def _line_chart(panel: Panel, records: Sequence[Record]) -> str:
     def draw(axes: Any) -> None:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-        for (_, all_x, all_y), colour in zip(curves, _COLOURS, strict=False):
+        for (_, all_x, all_y), colour in zip(curves, COLOURS, strict=False):
             x, y = _thin(all_x, all_y)
             noisy = len(x) >= SMOOTHED
             axes.plot(x, y, color=colour, linewidth=1 if noisy else 1.7, alpha=0.35 if noisy else 1)
@@ -202,14 +209,14 @@ def _line_chart(panel: Panel, records: Sequence[Record]) -> str:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.3g}%" if "%" in panel.form else f"{v:.3g}"))
 
     keys = [f"{label} {y[-1]:{panel.form}}" for label, _, y in curves]
-    return _chart(panel.title, panel.hint, keys, max(1, records[-1]["iteration"]), draw) if curves else ""
+    return chart(panel.title, panel.hint, keys, max(1, records[-1]["iteration"]), draw) if curves else ""
 
 
 def _stages(records: Sequence[Record]) -> dict[str, list[float]]:
     """Seconds by stage; what takes less than 1 % of the time, and what no stage counts, is "other"."""
     rows = {s: [r.get(f"timing_s/{s}") or 0.0 for r in records] for s in STAGES}
     whole = [max(r.get("timing_s/step") or 0.0, sum(row[i] for row in rows.values())) for i, r in enumerate(records)]
-    largest = sorted(STAGES, key=lambda s: -sum(rows[s]))[: len(_COLOURS) - 1]
+    largest = sorted(STAGES, key=lambda s: -sum(rows[s]))[: len(COLOURS) - 1]
     shown = {s: rows[s] for s in largest if sum(rows[s]) >= 0.01 * sum(whole)}
     return shown | {"other": [total - sum(row[i] for row in shown.values()) for i, total in enumerate(whole)]}
 
@@ -224,10 +231,10 @@ def _time_chart(records: Sequence[Record]) -> str:
     def draw(axes: Any) -> None:
         # One point has no area: it is drawn as wide as an iteration.
         edges = [x[0] - 0.5, x[0] + 0.5] if len(x) == 1 else x
-        axes.stackplot(edges, [row * 2 if len(x) == 1 else row for row in layers], colors=_COLOURS, linewidth=0, step="mid")
+        axes.stackplot(edges, [row * 2 if len(x) == 1 else row for row in layers], colors=COLOURS, linewidth=0, step="mid")
 
     keys = [f"{name} {sum(row) / len(row):.3g} s" for name, row in stages.items()]
-    return _chart(
+    return chart(
         "Time of an iteration", "Seconds by stage; the numbers are means over the run.", keys, records[-1]["iteration"], draw
     )
 
@@ -340,16 +347,22 @@ def write_report(workdir: str | Path) -> Path:
     if not folder.is_dir():
         raise InputError(f"{folder}: no such directory")
     config = _load(folder / "config.json")
-    title = html.escape(folder.resolve().name)
     subtitle = html.escape(" on ".join(filter(None, (config.get(section, {}).get("path") for section in ("model", "data")))))
     settings = html.escape(json.dumps(config, indent=2, ensure_ascii=False))
-    page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1><p>{subtitle}</p>"
-        f"{_numbers(folder, read(folder), config)}{_samples(folder)}"
-        f"<details><summary><h2>Configuration</h2></summary><pre>{settings}</pre></details></body></html>\n"
+    body = (
+        f"<p>{subtitle}</p>{_numbers(folder, read(folder), config)}{_samples(folder)}"
+        f"<details><summary><h2>Configuration</h2></summary><pre>{settings}</pre></details>"
     )
     path = folder / "report.html"
-    replace_file(path, clean_text(page))
+    replace_file(path, page(folder.resolve().name, body))
     return path
+
+
+def page(title: str, body: str, style: str = "") -> str:
+    """A page that needs no network: a heading, HTML below it, and more style than the report's own."""
+    title = html.escape(title)
+    return clean_text(
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{title}</title><style>{_STYLE}{style}</style></head><body><h1>{title}</h1>{body}</body></html>\n"
+    )
