@@ -265,7 +265,7 @@ class Learner:
                 grads, part = accumulate(state.params, grads, base, batch, experience, *totals)
                 parts.append(part)
             state, applied = network.apply(state, grads)
-            jax.block_until_ready(applied)  # so that the progress is true, and for the reason given in `warm_start`
+            jax.block_until_ready(applied)  # so that the progress is true
             updates.append((parts, {f"{name}/{key}": value for key, value in applied.items()}))
             progress(f"update {name}", done, len(minibatches))
             if name == "actor" and self.config.ppo.target_kl:

@@ -31,6 +31,31 @@ def trained_shapes(adapters: LoraConfig, plain: Params, *, alone: bool) -> Param
     return lora.trained(plain, adapters.rank, set(adapters.targets.split(","))) if adapters.rank else plain
 
 
+class Waiting:
+    """A jitted function that returns when its results are there; everything else of it is as before.
+
+    Programs with collectives that pile up starve each other of threads on a CPU that stands for several devices, until XLA ends
+    the process. On accelerators, and on one device, the host runs ahead.
+    """
+
+    def __init__(self, jitted: Any):
+        """Args: the result of `jax.jit`."""
+        self._jitted = jitted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls it, and waits."""
+        return jax.block_until_ready(self._jitted(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+
+def jit(mesh: Mesh, function: Any, **options: Any) -> Any:
+    """`jax.jit` for a function on a mesh."""
+    jitted = jax.jit(function, **options)
+    return Waiting(jitted) if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu" else jitted
+
+
 class Network:
     """One network in training: where its parameters live, its optimizer, its jitted steps.
 
@@ -85,13 +110,16 @@ class Network:
             self.rate, clip_norm=optim.clip_norm, b1=optim.b1, b2=optim.b2, weight_decay=optim.weight_decay
         )
         self.state_shardings = self._state_shardings()
-        self.start = jax.jit(
-            partial(optimizer.start, transform=self.transform), out_shardings=self.state_shardings, donate_argnums=0
+        self.start = jit(
+            self.mesh, partial(optimizer.start, transform=self.transform), out_shardings=self.state_shardings, donate_argnums=0
         )
-        self.zeros = jax.jit(
-            lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), out_shardings=self.shardings
+        self.zeros = jit(
+            self.mesh,
+            lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+            out_shardings=self.shardings,
         )
-        self.apply = jax.jit(
+        self.apply = jit(
+            self.mesh,
             lambda state, grads: optimizer.apply(state, grads, self.transform, self.rate),
             out_shardings=(self.state_shardings, sharding.replicated(mesh)),
             donate_argnums=0,
@@ -99,7 +127,7 @@ class Network:
 
     def fresh(self, key: jax.Array, dtype: Any) -> Params:
         """What trains where it does not come from a file: adapters and a head that change nothing."""
-        made: Params = jax.jit(partial(lora.init, shapes=self.typed_shapes(dtype)), out_shardings=self.shardings)(key)
+        made: Params = jit(self.mesh, partial(lora.init, shapes=self.typed_shapes(dtype)), out_shardings=self.shardings)(key)
         return made
 
     def whole(self, params: Params, base: Params) -> Params:
@@ -142,7 +170,7 @@ class Network:
             gradient, metrics = jax.grad(loss, has_aux=True)(params)
             return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grads, gradient), metrics
 
-        return jax.jit(accumulate, out_shardings=(self.shardings, sharding.replicated(self.mesh)), donate_argnums=1)
+        return jit(self.mesh, accumulate, out_shardings=(self.shardings, sharding.replicated(self.mesh)), donate_argnums=1)
 
     def _state_shardings(self) -> TrainState:
         everywhere: Any = sharding.replicated(self.mesh)
@@ -185,8 +213,10 @@ class Steps:
 
     def _rollout(self, config: Config, model: QwenConfig) -> None:
         net, mesh = self.actor, self.mesh
-        self.decode_weights = jax.jit(
-            partial(qwen.decode_weights, config=model, dtype=net.dtype), out_shardings=decode_shardings(net.plain, model, mesh)
+        self.decode_weights = jit(
+            mesh,
+            partial(qwen.decode_weights, config=model, dtype=net.dtype),
+            out_shardings=decode_shardings(net.plain, model, mesh),
         )
         split = NamedSharding(mesh, PartitionSpec(sharding.ROWS, "tensor"))
         stacked = NamedSharding(mesh, PartitionSpec(None, sharding.ROWS, "tensor"))
@@ -204,11 +234,11 @@ class Steps:
             return decoding.segment(weights, model, cache, rows, column, enough, sampling, size=size, dtype=net.dtype)
 
         self.rollout = decoding.Programs(
-            empty=jax.jit(empty, static_argnums=(0, 1), out_shardings=split),
-            prefill=jax.jit(prefill, out_shardings=stacked),
-            arrange=jax.jit(decoding.arrange, static_argnames="width", out_shardings=split),
-            admit=jax.jit(decoding.admit, out_shardings=split, donate_argnums=0),
-            segment=jax.jit(segment, out_shardings=(split, sharding.replicated(mesh)), donate_argnums=1),
+            empty=jit(mesh, empty, static_argnums=(0, 1), out_shardings=split),
+            prefill=jit(mesh, prefill, out_shardings=stacked),
+            arrange=jit(mesh, decoding.arrange, static_argnames="width", out_shardings=split),
+            admit=jit(mesh, decoding.admit, out_shardings=split, donate_argnums=0),
+            segment=jit(mesh, segment, out_shardings=(split, sharding.replicated(mesh)), donate_argnums=1),
         )
 
     def _scoring(self, config: Config) -> None:
@@ -236,9 +266,9 @@ class Steps:
             kl_kind=ppo.kl_kind,
             bootstrap_truncated=ppo.truncated == "bootstrap",
         )
-        self.score_policy = jax.jit(score_policy, out_shardings=everywhere, donate_argnums=(2, 3))
-        self.score_values = jax.jit(score_values, out_shardings=everywhere, donate_argnums=(2, 3))
-        self.experience = jax.jit(experience, out_shardings=everywhere)
+        self.score_policy = jit(self.mesh, score_policy, out_shardings=everywhere, donate_argnums=(2, 3))
+        self.score_values = jit(self.mesh, score_values, out_shardings=everywhere, donate_argnums=(2, 3))
+        self.experience = jit(self.mesh, experience, out_shardings=everywhere)
 
     def _updates(self, config: Config) -> None:
         ppo = config.ppo

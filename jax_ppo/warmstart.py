@@ -64,7 +64,6 @@ def warm_start(
             grads, metrics = accumulate(state.params, grads, {}, sharding.place(batch, sharding.rows(mesh)), total)
             loss = loss + metrics["warmstart/loss"]
         state, _ = network.apply(state, grads)
-        # Waits: programs with collectives that pile up starve each other of threads on a CPU with virtual devices.
         losses.append(float(loss))
         progress()
     last = float(np.mean(losses[-max(warm.steps // 10, 1) :]))

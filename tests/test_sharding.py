@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ppo import sharding
+from jax_ppo import sharding, steps
 from jax_ppo.models import hf, qwen
 from jax_ppo.models.tensor_files import TensorFiles
 from jax_ppo.types import InputError
@@ -252,3 +252,13 @@ def test_a_mesh_changes_no_logit(name, sizes):
     assert len(result.sharding.device_set) == 8
     assert result.addressable_shards[0].data.shape[0] == 8 // sharding.row_shards(mesh)
     assert np.max(np.abs(np.asarray(result) - one)) < 1e-5 * one.std()
+
+
+def test_programs_do_not_pile_up_on_virtual_devices():
+    """There XLA would end the process; on one device the host runs ahead."""
+    many, one = sharding.make_mesh(1, 8, 1), jax.make_mesh((1, 1, 1), sharding.AXES, devices=jax.devices()[:1])
+    waits, runs_ahead = (steps.jit(mesh, lambda x, *, times: x * times, static_argnames="times") for mesh in (many, one))
+    assert isinstance(waits, steps.Waiting) and not isinstance(runs_ahead, steps.Waiting)
+    assert waits(jnp.float32(2.0), times=3).is_ready()
+    assert float(waits(jnp.float32(2.0), times=3)) == float(runs_ahead(jnp.float32(2.0), times=3)) == 6.0
+    assert waits.lower(jnp.float32(2.0), times=3).compile()
