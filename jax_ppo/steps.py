@@ -51,9 +51,10 @@ class Waiting:
 
 
 def jit(mesh: Mesh, function: Any, **options: Any) -> Any:
-    """`jax.jit` for a function on a mesh."""
+    """`jax.jit` for a function on a mesh, whose devices need not be there if it is only lowered."""
     jitted = jax.jit(function, **options)
-    return Waiting(jitted) if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu" else jitted
+    virtual = isinstance(mesh, Mesh) and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    return Waiting(jitted) if virtual else jitted
 
 
 class Network:
