@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -29,13 +30,23 @@ SHARED_FILES = (
 
 
 @pytest.fixture(scope="session")
-def convert() -> ModuleType:
+def tool() -> Callable[[str], ModuleType]:
+    """Loads the script tools/NAME.py as a module, by its name."""
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def convert(tool: Callable[[str], ModuleType]) -> ModuleType:
     """The script tools/convert_hf.py as a module."""
-    spec = importlib.util.spec_from_file_location("convert_hf", ROOT / "tools" / "convert_hf.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool("convert_hf")
 
 
 @pytest.fixture(scope="session")

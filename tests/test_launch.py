@@ -1,6 +1,5 @@
 """The recipes of docs/launch.md as far as a machine without a cluster can check them: syntax, options, keys, and the table."""
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -24,12 +23,9 @@ DOCUMENTS = [document for kind, text in BLOCKS if kind == "yaml" for document in
 
 
 @pytest.fixture(scope="module")
-def memory():
+def memory(tool):
     """The script tools/memory.py as a module."""
-    spec = importlib.util.spec_from_file_location("memory", ROOT / "tools" / "memory.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool("memory")
 
 
 def test_all_code_is_marked_as_shell_or_yaml():

@@ -1,8 +1,6 @@
 """The generator: what it says is what the model says, and everything wrong is one line and exit code 2."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,17 +9,13 @@ import pytest
 from jax_ppo.data import arithmetic, prompts
 from jax_ppo.models import hf, qwen
 
-TOOL = Path(__file__).parents[2] / "tools" / "generate.py"
 QUESTION = "Tom has 12 apples and buys 5 more. How many apples does Tom have?"
 
 
 @pytest.fixture(scope="module")
-def generate():
+def generate(tool):
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("generate", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool("generate")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The lens shows what the run does: its numbers are those of the log, token by token they obey the equations, nothing else changes."""
 
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
 
@@ -17,12 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def lens():
+def lens(tool):
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("lens", ROOT / "tools" / "lens.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool("lens")
 
 
 @pytest.fixture(scope="module")
